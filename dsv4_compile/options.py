@@ -1,16 +1,7 @@
-"""Options of `torch.compile(backend="dsv4", options={...})`.
+"""Options of `torch.compile(backend="dsv4", options={...})`: their values, defaults and effects, in one table.
 
-    dsv4.impl            "auto" | "ir" | "triton" | "eager"   preference for all ops; others run their reference
-    dsv4.impl.<op>       the same values                      demand for one op; E302 if it is unavailable
-    dsv4.fuse            "auto" | "on" | "off"                fusion of neighbouring ops, see `FUSE_VALUES`
-    dsv4.fuse.<pass>     the same values                      one of the `FUSE_PASSES`
-    dsv4.regions         "auto" | "on" | "off"                compile repeated layers once, see `REGIONS_VALUES`
-    dsv4.early_builds    "on" | "off"                         see `EARLY_BUILDS_VALUES`
-    dsv4.strict          "off" | "after_warmup"               E430 for what compiles after warm-up, see `STRICT_VALUES`
-    dsv4.cudagraph       "off" | "full" | "trees"             captures of the graph, see `CUDAGRAPH_VALUES`
-    dsv4.cudagraph.<...> see `GRAPH_OPTIONS`                  limits and checks of these captures
-
-Every other key is a name in torch._inductor.config, for example "max_autotune" or "triton.cudagraphs".
+`OPTIONS` has the keys that begin with `dsv4.`; `dsv4 explain options` prints them. Every other key is a name in
+torch._inductor.config, for example "max_autotune" or "triton.cudagraphs".
 """
 
 from __future__ import annotations
@@ -18,44 +9,119 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import check, fail
 from .selection.decisions import IMPLEMENTATIONS
 
-IMPL_VALUES = ("auto", *IMPLEMENTATIONS)
-FUSE_VALUES = ("auto", "on", "off")
-"""Values of dsv4.fuse. "auto" fuses if the fused op has a kernel or a lowering that would be used. "on" fuses always,
-with equal results, but without a gain if the fused op runs its reference. An op whose implementation is demanded is
-never fused into another."""
-FUSE_PASSES = ("fuse_preprocess", "fuse_indexer", "fuse_attention", "fuse_latent", "fuse_output", "fuse_streams")
-REGIONS_VALUES = ("auto", "on", "off")
-"""Values of dsv4.regions. "auto" compiles each kind of layer of a graph once where that saves some compilations. "on"
-does so where it saves one. A graph without repeated layers is compiled whole. Results are equal. With "off" the layers
-of a converted model are also traced one by one, where else one of each kind is."""
-EARLY_BUILDS_VALUES = ("on", "off")
-"""Values of dsv4.early_builds. "on" builds the Triton kernels that a graph's first call will launch in threads while
-the graph compiles, as many as Inductor's `compile_threads`. "off" leaves them to the first call, one by one."""
-STRICT_VALUES = ("off", "after_warmup")
-"""Values of dsv4.strict. "after_warmup" raises E430, with the cause, for a compilation, a capture or a build of a
-Triton kernel after warm-up, see `runtime.warming_up`."""
-CUDAGRAPH_VALUES = ("off", "full", "trees")
-"""Values of dsv4.cudagraph. "full" captures each decode-sized shape of a compiled graph as one CUDA graph (see
-`runtime.compiled`). "trees" leaves captures to Inductor and marks the caches for it."""
-GRAPH_OPTIONS: Mapping[str, type] = {"graphs": str, "max_captures": int, "max_tokens": int, "debug": bool}
-"""Options dsv4.cudagraph.<name> of "full", with their types.
 
-    graphs         "auto" or "cuda" (E420 on a CPU), or "standin" to test on a CPU; default "auto"
-    max_captures   most shapes of one graph to capture; others run compiled (W601); default 32
-    max_tokens     most tokens of a captured call; larger ones run compiled; default 512
-    debug          compare all addresses at every replay; default False
-"""
-GRAPHS_VALUES = ("auto", "cuda", "standin")
-_FORMS = {int: ("an int above 0", "32"), bool: ("a bool", "True")}
+class Option(NamedTuple):
+    """A key of the options: what it is for, its default, and what each of its values does.
+
+    `values` is a type for the options of a capture that take any value of one.
+    """
+
+    purpose: str
+    default: Any
+    values: Mapping[str, str] | type
+
+
+FUSE_PASSES = ("fuse_preprocess", "fuse_indexer", "fuse_attention", "fuse_latent", "fuse_output", "fuse_streams")
 _PREFIX = "dsv4."
 _PER_OP = "dsv4.impl."
 _PER_PASS = "dsv4.fuse."
 _PER_GRAPH = "dsv4.cudagraph."
+OPTIONS: Mapping[str, Option] = {
+    "dsv4.impl": Option(
+        "preferred implementation of all ops; an op that does not have it runs its reference",
+        "auto",
+        {
+            "auto": "the fastest that is proven on this GPU",
+            "ir": "Inductor IR, which fuses with its neighbours",
+            "triton": "the hand-written kernel, proven or not",
+            "eager": "the PyTorch reference",
+        },
+    ),
+    "dsv4.impl.<op>": Option(
+        "demanded implementation of one op; E302 where it is not available",
+        "auto",
+        {"auto": "what dsv4.impl says", **dict.fromkeys(IMPLEMENTATIONS, "see dsv4.impl")},
+    ),
+    "dsv4.fuse": Option(
+        "fusion of neighbouring ops; an op whose implementation is demanded is never fused",
+        "auto",
+        {
+            "auto": "where the fused op has a kernel or a lowering that would be used",
+            "on": "always, with equal results, but without a gain where the fused op runs its reference",
+            "off": "never",
+        },
+    ),
+    "dsv4.fuse.<pass>": Option(
+        f"one pass: {', '.join(FUSE_PASSES)}",
+        "what dsv4.fuse says",
+        dict.fromkeys(("auto", "on", "off"), "see dsv4.fuse"),
+    ),
+    "dsv4.regions": Option(
+        "layers of one kind are traced and compiled once; results are equal",
+        "auto",
+        {
+            "auto": "where that saves some compilations",
+            "on": "where it saves one",
+            "off": "each layer is traced and compiled",
+        },
+    ),
+    "dsv4.early_builds": Option(
+        "Triton kernels that the first call of a graph will launch",
+        "on",
+        {
+            "on": "built in threads while the graph compiles, as many as Inductor's `compile_threads`",
+            "off": "built one by one by the first call",
+        },
+    ),
+    "dsv4.strict": Option(
+        "compilations, captures and kernel builds after warm-up, see `runtime.warming_up`",
+        "off",
+        {"off": "run", "after_warmup": "raise E430, with the cause"},
+    ),
+    "dsv4.cudagraph": Option(
+        "CUDA graphs of a compiled function",
+        "off",
+        {
+            "off": "none",
+            "full": "each decode-sized shape of the graph is captured as one CUDA graph, see `runtime.compiled`",
+            "trees": "captures are left to Inductor, with the caches marked for it",
+        },
+    ),
+    "dsv4.cudagraph.graphs": Option(
+        'what "full" captures with',
+        "auto",
+        {"auto": "CUDA graphs, E420 on a CPU", "cuda": "the same", "standin": "a stand-in for tests on a CPU"},
+    ),
+    "dsv4.cudagraph.max_captures": Option("most shapes of a graph to capture; others run compiled (W601)", 32, int),
+    "dsv4.cudagraph.max_tokens": Option("most tokens of a captured call; larger calls run compiled", 512, int),
+    "dsv4.cudagraph.debug": Option("compare all addresses at every replay", False, bool),
+}
+ENVIRONMENT: Mapping[str, str] = {
+    "DSV4_VLLM": "the vLLM plug-in: 1 attention, all decoder layers, 0 or unset off",
+    "DSV4_VLLM_EXPLAIN": "file, .txt, .html or .json, for the report of what vLLM compiles",
+    "DSV4_COMMIT": "commit that `dsv4 bench` records for a copy of the code without its git folder",
+    "CXX": "C++ compiler of Inductor and of this package's CPU kernels",
+    "TORCHINDUCTOR_CACHE_DIR": "folder of compiled graphs, C++ kernels, self-checks and measurements",
+    "TRITON_CACHE_DIR": "folder of compiled Triton kernels",
+    "TRITON_HOME": "its parent, where TRITON_CACHE_DIR is not set",
+    "TRITON_INTERPRET": "1 runs Triton kernels in its interpreter, for tests",
+}
+"""Variables that the package reads, and what they are for. Libraries read others."""
+LOGGERS: Mapping[str, str] = {
+    "dsv4_compile.hf": "loading and conversion: what runs without a proven kernel",
+    "dsv4_compile.runtime": "captures, early builds, repeated layers",
+    "dsv4_compile.parallel": "ranks: the watchdog of symmetric memory",
+    "dsv4_compile.cpu": "the C++ kernels: why they are not built",
+    "dsv4_compile.selection.decisions": "the implementation chosen for each op, and why",
+    "dsv4_compile.lowering.registry": "implementations that raised, and what ran in their place",
+    "dsv4_compile.testing.self_check": "checks of kernels on this GPU",
+}
+"""Loggers of Python's `logging`, and what they tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +129,16 @@ class Options:
     """Validated options.
 
     Attributes:
-        impl: preference for all ops, one of `IMPL_VALUES`.
+        impl: preference for all ops, a value of dsv4.impl.
         demands: implementation demanded per op name, without "auto".
-        fuse: for all fusion passes, one of `FUSE_VALUES`.
-        fuses: one of `FUSE_VALUES` for single passes, by name.
-        cudagraph: one of `CUDAGRAPH_VALUES`.
-        capture: values of `GRAPH_OPTIONS` that the user gave.
+        fuse: for all fusion passes, a value of dsv4.fuse.
+        fuses: a value of dsv4.fuse for single passes, by name.
+        cudagraph: a value of dsv4.cudagraph.
+        capture: options dsv4.cudagraph.<name> that the user gave, by name.
         inductor: settings of torch._inductor.config for this compile.
-        regions: one of `REGIONS_VALUES`.
-        strict: one of `STRICT_VALUES`.
-        early_builds: one of `EARLY_BUILDS_VALUES`.
+        regions: a value of dsv4.regions.
+        strict: a value of dsv4.strict.
+        early_builds: a value of dsv4.early_builds.
     """
 
     impl: str = "auto"
@@ -100,46 +166,21 @@ class Options:
                 capture.
         """
         ops = tuple(ops)
-        impl, fuse, cudagraph, regions, strict, early_builds = "auto", "auto", "off", "auto", "off", "on"
-        demands: dict[str, str] = {}
-        fuses: dict[str, str] = {}
-        capture: dict[str, Any] = {}
+        known = [key for key in OPTIONS if "<" not in key]
+        known += [_PER_PASS + name for name in FUSE_PASSES] + [_PER_OP + op for op in ops]
+        given: dict[str, Any] = {}
         inductor = mode_settings(mode)
         for key, value in (options or {}).items():
-            if key == "dsv4.impl":
-                impl = _one_of(key, value, IMPL_VALUES)
-            elif key == "dsv4.regions":
-                regions = _one_of(key, value, REGIONS_VALUES)
-            elif key == "dsv4.early_builds":
-                early_builds = _one_of(key, value, EARLY_BUILDS_VALUES)
-            elif key == "dsv4.strict":
-                strict = _one_of(key, value, STRICT_VALUES)
-            elif key == "dsv4.cudagraph":
-                cudagraph = _one_of(key, value, CUDAGRAPH_VALUES)
-            elif key.startswith(_PER_GRAPH):
-                name = key.removeprefix(_PER_GRAPH)
-                names = [_PER_GRAPH + each for each in GRAPH_OPTIONS]
-                check(name in GRAPH_OPTIONS, "E301", got=key, fix=_nearest(key, names))
-                typed = GRAPH_OPTIONS[name]
-                capture[name] = _one_of(key, value, GRAPHS_VALUES) if typed is str else _typed(key, value, typed)
-            elif key == "dsv4.fuse":
-                fuse = _one_of(key, value, FUSE_VALUES)
-            elif key.startswith(_PER_PASS):
-                name = key.removeprefix(_PER_PASS)
-                check(name in FUSE_PASSES, "E301", got=key, fix=_nearest(key, [_PER_PASS + n for n in FUSE_PASSES]))
-                fuses[name] = _one_of(key, value, FUSE_VALUES)
-            elif key.startswith(_PER_OP):
-                op = key.removeprefix(_PER_OP)
-                check(op in ops, "E301", got=key, fix=_nearest(key, [_PER_OP + name for name in ops]))
-                demands[op] = _one_of(key, value, IMPL_VALUES)
-            elif key.startswith(_PREFIX):
-                known = ["dsv4.impl", "dsv4.fuse", "dsv4.regions", "dsv4.early_builds", "dsv4.strict", "dsv4.cudagraph"]
-                known += [_PER_OP + op for op in ops]
-                fail("E301", got=key, fix=_nearest(key, known))
+            if key.startswith(_PREFIX):
+                check(key in known, "E301", got=key, fix=_nearest(key, known))
+                given[key] = _valid(key, value)
             else:
                 name = key.replace("-", "_")
                 _check_inductor_setting(name, value)
                 inductor[name] = value
+        chosen = {name: given.get(_PREFIX + name, OPTIONS[_PREFIX + name].default) for name in _FIELDS}
+        demands, fuses, capture = (_below(prefix, given) for prefix in (_PER_OP, _PER_PASS, _PER_GRAPH))
+        cudagraph = chosen["cudagraph"]
         check(
             cudagraph == "off" or not inductor.get("triton.cudagraphs"),
             "E424",
@@ -161,7 +202,7 @@ class Options:
             fix='leave it on, or use backend="inductor"',
         )
         demands = {op: value for op, value in demands.items() if value != "auto"}
-        return cls(impl, demands, fuse, fuses, cudagraph, capture, inductor, regions, strict, early_builds)
+        return cls(**chosen, demands=demands, fuses=fuses, capture=capture, inductor=inductor)
 
     def cache_key(self) -> tuple[Any, ...]:
         """Return the options that change generated code. torch adds the Inductor settings to its cache key itself."""
@@ -169,7 +210,7 @@ class Options:
         return (self.impl, tuple(sorted(self.demands.items())), fusing, self.cudagraph, self.regions)
 
     def fuse_of(self, name: str) -> str:
-        """Return the value for the fusion pass `name`, one of `FUSE_VALUES`."""
+        """Return the value for the fusion pass `name`, a value of dsv4.fuse."""
         return self.fuses.get(name, self.fuse)
 
 
@@ -197,17 +238,30 @@ def _check_inductor_setting(name: str, value: Any) -> None:
         fail("E301", got=f"{name}={value!r}", rule=f"{name} is {expected.__name__}", fix=f"pass {expected.__name__}")
 
 
-def _typed(key: str, value: Any, expected: type) -> Any:
-    valid = type(value) is expected and not (isinstance(value, int) and expected is int and value < 1)
-    rule, example = _FORMS[expected]
+_FIELDS = ("impl", "fuse", "cudagraph", "regions", "strict", "early_builds")
+_FORMS = {int: ("an int above 0", "32"), bool: ("a bool", "True")}
+
+
+def _below(prefix: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in given.items() if key.startswith(prefix)}
+
+
+def _valid(key: str, value: Any) -> Any:
+    """Return a value of a known key, or raise E301."""
+    pattern = next((f"{prefix}<{what}>" for prefix, what in _PATTERNS.items() if key.startswith(prefix)), key)
+    allowed = OPTIONS[pattern].values
+    if not isinstance(allowed, type):
+        rule = f"{key} is one of {', '.join(allowed)}"
+        known = isinstance(value, str) and value in allowed
+        check(known, "E301", got=f"{key}={value!r}", rule=rule, fix=_nearest(value, allowed))
+        return value
+    valid = type(value) is allowed and not (allowed is int and value < 1)
+    rule, example = _FORMS[allowed]
     check(valid, "E301", got=f"{key}={value!r}", rule=f"{key} is {rule}", fix=f"pass {example}, or leave it out")
     return value
 
 
-def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        fail("E301", got=f"{key}={value!r}", rule=f"{key} is one of {', '.join(allowed)}", fix=_nearest(value, allowed))
-    return str(value)
+_PATTERNS = {_PER_OP: "op", _PER_PASS: "pass"}
 
 
 def _nearest(got: Any, known: Iterable[str]) -> str:

@@ -4,7 +4,7 @@
     costs.floor_us(cost, costs.H200)                        # 1.48 us: no implementation is faster
 
 Bytes are what is read, once, and what is written: arguments and results, and of a cache or a table the rows that a call
-touches. Flops are those of the matrix products and of the score; a norm or a rotation costs nothing beside its bytes.
+touches. Flops are those of GEMMs and of the score; a norm or a rotation costs nothing beside its bytes.
 Sizes that are not given stay symbols, so that a cost can be looked at, compared and differentiated.
 
 Symbols: T tokens, R requests, H heads, D head dim, G groups, N output features (of a group), K input features (of a
@@ -46,8 +46,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a machine reaches: bytes/s of a large copy, read and written together, flops/s of matrix products by dtype
-    of the operands, and microseconds of an empty node of a CUDA graph."""
+    """What a machine reaches: bytes/s of a large copy, read and written together, flops/s of GEMMs by dtype of the
+    operands, and microseconds of an empty node of a CUDA graph."""
 
     name: str
     copy: float

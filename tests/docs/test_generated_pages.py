@@ -13,6 +13,7 @@ import torch
 import dsv4_compile
 from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.ops.common.kernels import KERNELS
+from dsv4_compile.options import ENVIRONMENT, FUSE_PASSES, LOGGERS, OPTIONS, Options
 from dsv4_compile.passes.pipeline import PASSES
 from tests.tools import chart, docs
 
@@ -71,6 +72,38 @@ def test_a_chart_keeps_the_numbers_that_it_was_drawn_from(tmp_path: Path) -> Non
     lines = [["", "eager", 'backend="dsv4" & more', "faster"], ["decode, <1> sequence", "4.0", "2.0", "2.0x"]]
     chart.draw(lines, tmp_path / "chart.svg")
     assert chart.numbers(tmp_path / "chart.svg") == lines
+
+
+def test_options_page_has_every_variable_and_logger_that_the_package_names() -> None:
+    sources = [path.read_text() for tree in ("dsv4_compile", "kernels", "lowering") for path in _python_files(tree)]
+    variables = {name for text in sources for name in re.findall(r'"(DSV4_[A-Z_]+)"', text)}
+    variables |= {name for text in sources for name in re.findall(r'environ(?:\.get\(|\[)"([A-Z_0-9]+)"', text)}
+    assert variables - {"DSV4_SELF_CHECK", "TORCHELASTIC_USE_AGENT_STORE", "DSV4_PAGED", "DSV4_COMPILE"} <= set(
+        ENVIRONMENT
+    )
+    loggers = {name for text in sources for name in re.findall(r'getLogger\("(dsv4_compile[\w.]*)"\)', text)}
+    assert loggers <= set(LOGGERS)
+    assert not [name for name in LOGGERS if name.removeprefix("dsv4_compile.").split(".")[0] not in _rooms()]
+
+
+def _python_files(tree: str) -> list[Path]:
+    return sorted((docs.ROOT / tree).rglob("*.py"))
+
+
+def _rooms() -> set[str]:
+    return {path.stem for path in (docs.ROOT / "dsv4_compile").iterdir()} | {"kernels", "lowering"}
+
+
+def test_every_value_of_an_option_is_taken_and_every_default_is_one_of_them() -> None:
+    for key, option in OPTIONS.items():
+        name = key.replace("<op>", "mm").replace("<pass>", FUSE_PASSES[0])
+        full = {"dsv4.cudagraph": "full"} if name.startswith("dsv4.cudagraph.") else {}
+        if isinstance(option.values, type):
+            assert type(option.default) is option.values
+            continue
+        assert option.default in option.values or "dsv4." in option.default
+        for value in option.values:
+            Options.parse(None, {**full, name: value}, ops=["mm"])
 
 
 def test_readme_is_short() -> None:

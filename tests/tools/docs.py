@@ -1,8 +1,8 @@
 """Write the generated pages and blocks of the documents: `python tests/tools/docs.py`, or `make docs`.
 
-`--check` writes nothing and names what is out of date. docs/ops.md and kernels/README.md are generated whole; other
-pages hold blocks between `<!-- NAME -->` and `<!-- end -->`, each with a function in `BLOCKS`, and tables of figures,
-which figures.py renders from records.
+`--check` writes nothing and names what is out of date. docs/api.md, ops.md and options.md and kernels/README.md are
+generated whole; other pages hold blocks between `<!-- NAME -->` and `<!-- end -->`, rendered by `BLOCKS`, and tables of
+figures, which figures.py renders from records.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dsv4_compile.lowering import registry  # noqa: E402
 from dsv4_compile.metadata import BUFFERS  # noqa: E402
 from dsv4_compile.ops.common.define import OPS  # noqa: E402
 from dsv4_compile.ops.common.kernels import KERNELS  # noqa: E402
-from tests.tools import chart, figures  # noqa: E402
+from tests.tools import chart, docs_api, figures  # noqa: E402
 
 DOCS = Path("dsv4_compile/docs")
 UP = "../../"
@@ -319,7 +319,12 @@ def with_blocks(text: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Return the text that every page should have, by its path."""
-    found = {ROOT / DOCS / "ops.md": ops_page(), ROOT / "kernels" / "README.md": kernels_page()}
+    found = {
+        ROOT / DOCS / "ops.md": ops_page(),
+        ROOT / DOCS / "api.md": docs_api.api_page(),
+        ROOT / DOCS / "options.md": docs_api.options_page(),
+        ROOT / "kernels" / "README.md": kernels_page(),
+    }
     written = [ROOT / "README.md", *sorted((ROOT / DOCS).rglob("*.md"))]
     texts = {path: with_blocks(path.read_text()) for path in written if path not in found}
     return found | {path: figures.with_figures(text, path) for path, text in texts.items()}
