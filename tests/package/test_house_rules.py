@@ -92,7 +92,19 @@ def test_imports_point_downwards_only(trees: dict[str, ast.Module]) -> None:
 def test_lower_layers_import_torch_and_ourselves_alone(trees: dict[str, ast.Module], unit: str) -> None:
     foreign = []
     allowed = {"torch", "dsv4_compile", "__future__", "collections", "dataclasses", "functools", "typing", "math"}
-    allowed |= {"json", "pathlib", "enum", "itertools", "contextlib", "warnings", "os", "importlib", "sys"}
+    allowed |= {
+        "json",
+        "pathlib",
+        "enum",
+        "itertools",
+        "contextlib",
+        "warnings",
+        "os",
+        "importlib",
+        "sys",
+        "inspect",
+        "re",
+    }
     for path, tree in trees.items():
         if _unit(path) != unit:
             continue

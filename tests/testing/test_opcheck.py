@@ -108,9 +108,9 @@ def define() -> Iterator[Callable[..., torch._ops.OpOverload]]:
     """Define an op of the package's own namespace, whose reference check_op can enter, and forget it after the test."""
     names: list[str] = []
 
-    def add(schema: str, reference: Callable[..., Any]) -> torch._ops.OpOverload:
-        names.append(schema.split("(", 1)[0])
-        return _define.define(schema, reference=reference, fake=torch.empty_like)
+    def add(name: str, reference: Callable[..., Any]) -> torch._ops.OpOverload:
+        names.append(name)
+        return _define.define(name, reference=reference, fake=torch.empty_like)
 
     yield add
     for name in names:
@@ -123,13 +123,16 @@ def test_an_output_that_is_not_written_is_noticed(define: Callable[..., torch._o
         out[:-1] = x[:-1]
         return out
 
-    op = define("test_only_unwritten(Tensor x) -> Tensor", run)
+    op = define("test_only_unwritten", run)
     with pytest.raises(AssertionError, match="poisoned memory"):
         check_op(op, [(rows(),)], utilities=False)
 
 
 def test_a_reference_that_waits_for_the_device_is_noticed(define: Callable[..., torch._ops.OpOverload]) -> None:
-    op = define("test_only_waits(Tensor x) -> Tensor", lambda x: x * x.sum().item())
+    def run(x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+    op = define("test_only_waits", run)
     with pytest.raises(AssertionError, match="makes the stream wait"):
         check_op(op, [(rows(),)], utilities=False)
 

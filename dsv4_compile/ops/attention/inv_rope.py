@@ -69,15 +69,14 @@ def _fake_quant(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *groups: An
 
 
 inv_rope = define(
-    "inv_rope(Tensor o, Tensor positions, Tensor cos_sin_cache) -> Tensor",
+    "inv_rope",
     reference=reference.inv_rope,
     on_cpu=cpu.inv_rope,
     fake=_fake_inv_rope,
     check=_check_inv_rope,
 )
 inv_rope_fp8_quant = define(
-    "inv_rope_fp8_quant(Tensor o, Tensor positions, Tensor cos_sin_cache, int n_groups, int heads_per_group, "
-    "bool packed_scales=False) -> (Tensor, Tensor)",
+    "inv_rope_fp8_quant",
     reference=reference.inv_rope_fp8_quant,
     fake=_fake_quant,
     check=_check_quant,

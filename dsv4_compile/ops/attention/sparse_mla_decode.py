@@ -34,12 +34,6 @@ from ..common.validate_batch import expect_positive, expect_range
 from .inv_rope import check_groups, new_groups
 
 _OP, _RAGGED, _LATENT = "sparse_mla_decode", "sparse_mla_decode_ragged", "sparse_mla_decode_latent"
-_CALL = (
-    "Tensor q, Tensor k_cache, Tensor indices, Tensor lens, int block_size, str cache_format, float scale, "
-    "Tensor? attn_sink=None, Tensor? extra_k_cache=None, Tensor? extra_indices=None, Tensor? extra_lens=None, "
-    "int extra_block_size=0, Tensor? kv_scale=None, Tensor? positions=None, Tensor? cos_sin_cache=None, "
-    "float? q_norm_eps=None, bool inverse_rope={inverse_rope}, bool batch_invariant=False"
-)
 
 
 def _check_slots(op: str, prefix: str, tokens: int, indices: Tensor, lens: Tensor, columns: str = "N") -> None:
@@ -170,7 +164,7 @@ def _check_ragged(call: RaggedDecodeArguments) -> None:
 
 
 sparse_mla_decode = define(
-    f"sparse_mla_decode({_CALL.format(inverse_rope=False)}) -> (Tensor, Tensor)",
+    "sparse_mla_decode",
     arguments=DecodeArguments,
     reference=reference.sparse_mla_decode,
     on_cpu=cpu.sparse_mla_decode,
@@ -178,7 +172,8 @@ sparse_mla_decode = define(
     check=_check,
 )
 sparse_mla_decode_out = define(
-    f"sparse_mla_decode_out(Tensor(a!) out, Tensor(b!) lse, {_CALL.format(inverse_rope=False)}) -> ()",
+    "sparse_mla_decode_out",
+    mutates=("out", "lse"),
     arguments=DecodeOutArguments,
     reference=reference.sparse_mla_decode_out,
     on_cpu=partial(reference.sparse_mla_decode_out, decode=cpu.sparse_mla_decode),
@@ -186,8 +181,7 @@ sparse_mla_decode_out = define(
     check=_check_out,
 )
 sparse_mla_decode_quant = define(
-    f"sparse_mla_decode_quant({_CALL.format(inverse_rope=True)}, int n_groups=1, int heads_per_group=0, "
-    "bool packed_scales=False) -> (Tensor, Tensor)",
+    "sparse_mla_decode_quant",
     arguments=DecodeQuantArguments,
     reference=reference.sparse_mla_decode_quant,
     on_cpu=partial(reference.sparse_mla_decode_quant, decode=cpu.sparse_mla_decode),
@@ -195,8 +189,7 @@ sparse_mla_decode_quant = define(
     check=_check_quant,
 )
 sparse_mla_decode_latent = define(
-    "sparse_mla_decode_latent(Tensor q, Tensor k_cache, Tensor indices, Tensor lens, int block_size, float scale, "
-    "int value_dim) -> (Tensor, Tensor)",
+    "sparse_mla_decode_latent",
     arguments=LatentDecodeArguments,
     reference=reference.sparse_mla_decode_latent,
     on_cpu=partial(reference.sparse_mla_decode_latent, decode=cpu.sparse_mla_decode),
@@ -204,10 +197,7 @@ sparse_mla_decode_latent = define(
     check=_check_latent,
 )
 sparse_mla_decode_ragged = define(
-    "sparse_mla_decode_ragged(Tensor q, Tensor k_cache, Tensor indices, Tensor indptr, int block_size, "
-    "str cache_format, float scale, Tensor? attn_sink=None, Tensor? extra_k_cache=None, Tensor? extra_indices=None, "
-    "Tensor? extra_indptr=None, int extra_block_size=0, Tensor? kv_scale=None, int max_entries=0, "
-    "int extra_max_entries=0) -> (Tensor, Tensor)",
+    "sparse_mla_decode_ragged",
     arguments=RaggedDecodeArguments,
     reference=reference.sparse_mla_decode_ragged,
     on_cpu=partial(reference.sparse_mla_decode_ragged, decode=cpu.sparse_mla_decode),

@@ -46,8 +46,7 @@ def _fake(call: PrefillArguments | RaggedPrefillArguments) -> tuple[Tensor, Tens
 
 
 sparse_mla_prefill = define(
-    "sparse_mla_prefill(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, float scale, "
-    "Tensor? attn_sink=None) -> (Tensor, Tensor, Tensor)",
+    "sparse_mla_prefill",
     arguments=PrefillArguments,
     reference=reference.sparse_mla_prefill,
     fake=_fake,
@@ -55,8 +54,7 @@ sparse_mla_prefill = define(
 )
 
 sparse_mla_prefill_ragged = define(
-    "sparse_mla_prefill_ragged(Tensor q, Tensor kv, Tensor indices, Tensor indptr, float scale, "
-    "Tensor? attn_sink=None, int max_row=0) -> (Tensor, Tensor, Tensor)",
+    "sparse_mla_prefill_ragged",
     arguments=RaggedPrefillArguments,
     reference=reference.sparse_mla_prefill_ragged,
     fake=_fake,

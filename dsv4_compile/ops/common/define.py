@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from ..._compat import OpOverload, below_autograd
 from ...errors import fail
 from .arguments import ARGUMENTS, packed
 from .kernels import KERNELS, dispatcher
+from .schema import infer_schema
 
 LIBRARY = torch.library.Library("dsv4", "DEF")
 OPS: dict[str, OpOverload] = {}
@@ -88,28 +89,30 @@ def _by_device(on_cpu: Callable[..., Any], reference: Callable[..., Any]) -> Cal
 
 
 def define(
-    schema: str,
+    name: str,
     *,
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     check: Callable[..., None] | None = None,
     arguments: type[Any] | None = None,
     on_cpu: Callable[..., Any] | None = None,
+    mutates: Collection[str] = (),
 ) -> OpOverload:
-    """Define `torch.ops.dsv4.<name>` from `schema` and return its overload.
+    """Define `torch.ops.dsv4.<name>` with the signature of its reference and return its overload.
 
     The reference serves every device; on GPUs that `proven` lists, a kernel of `kernels.KERNELS` runs instead.
 
     Args:
         fake: returns exact shapes, dtypes and strides.
         check: runs before reference, fake and kernel, and raises for wrong arguments by host-side facts alone.
-        arguments: a NamedTuple with the schema's names and defaults. Given, reference, fake, check, launcher and
-            `why_unsupported_<name>` take one value of it; without it they take the schema's arguments.
+        arguments: a NamedTuple with the op's arguments and defaults. Given, reference, fake, check, launcher and
+            `why_unsupported_<name>` take one value of it; without it they take the arguments themselves.
         on_cpu: a form of the reference for CPUs, of `cpu/`, which may branch on values. It runs there in its place.
+        mutates: names of the tensors that the op writes.
 
     Inputs that require grad, with gradients enabled, raise E206: there is no backward.
     """
-    name = schema.split("(", 1)[0]
+    schema = infer_schema(name, reference, arguments, mutates)
     if arguments is not None:
         ARGUMENTS[name] = arguments
         reference, fake = packed(name, reference), packed(name, fake)

@@ -22,8 +22,7 @@ def _fake(a: MhcBoundary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 mhc_boundary = define(
-    "mhc_boundary(Tensor streams, Tensor output, Tensor post, Tensor comb, Tensor fn, Tensor base, Tensor scale, "
-    "Tensor norm_weight, float norm_eps, float hc_eps, int iterations=20) -> (Tensor, Tensor, Tensor, Tensor)",
+    "mhc_boundary",
     reference=reference.mhc_boundary,
     on_cpu=cpu.mhc_boundary,
     fake=_fake,

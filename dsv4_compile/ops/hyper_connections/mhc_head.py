@@ -33,8 +33,7 @@ def _fake(a: MhcHead) -> Tensor:
 
 
 mhc_head = define(
-    "mhc_head(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, float norm_eps, float hc_eps, "
-    "Tensor? output=None, Tensor? post=None, Tensor? comb=None) -> Tensor",
+    "mhc_head",
     reference=reference.mhc_head,
     fake=_fake,
     check=_check,

@@ -30,7 +30,7 @@ def _fake(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor
 
 
 mhc_post = define(
-    "mhc_post(Tensor streams, Tensor output, Tensor post, Tensor comb) -> Tensor",
+    "mhc_post",
     reference=reference.mhc_post,
     on_cpu=cpu.mhc_post,
     fake=_fake,

@@ -70,8 +70,7 @@ def _fake(
 
 
 mhc_pre = define(
-    "mhc_pre(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor norm_weight, float norm_eps, float hc_eps, "
-    "int iterations=20) -> (Tensor, Tensor, Tensor)",
+    "mhc_pre",
     reference=reference.mhc_pre,
     on_cpu=cpu.mhc_pre,
     fake=_fake,

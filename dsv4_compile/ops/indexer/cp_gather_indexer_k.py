@@ -46,8 +46,8 @@ def _fake(
 
 
 cp_gather_indexer_k = define(
-    "cp_gather_indexer_k(Tensor k_cache, Tensor block_table, Tensor cu_seq_lens, Tensor(a!) k, Tensor(b!) k_scale, "
-    "int block_size, str cache_format) -> ()",
+    "cp_gather_indexer_k",
+    mutates=("k", "k_scale"),
     reference=reference.cp_gather_indexer_k,
     fake=_fake,
     check=_check,

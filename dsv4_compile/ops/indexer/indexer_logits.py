@@ -25,11 +25,6 @@ from ..common.validate import (
 from ..common.validate_batch import expect_positive
 
 _LOGITS, _TOPK, _RAGGED = "indexer_logits", "indexer_logits_topk", "indexer_logits_topk_ragged"
-PAGED = (
-    "Tensor q, Tensor q_scale, Tensor weights, Tensor k_cache, Tensor block_table, Tensor token_to_req, "
-    "Tensor context_lens, int block_size, str cache_format"
-)
-"""Schema of the arguments that all ops on pages begin with."""
 
 
 def _check_queries(op: str, call: PagedArguments | RaggedTopkArguments) -> int:
@@ -94,14 +89,14 @@ def _fake_topk(call: TopkArguments | RaggedTopkArguments) -> Tensor:
 
 
 indexer_logits = define(
-    f"indexer_logits({PAGED}, int max_context) -> Tensor",
+    "indexer_logits",
     arguments=LogitsArguments,
     reference=reference.indexer_logits,
     fake=_fake_logits,
     check=_check_logits,
 )
 indexer_logits_topk = define(
-    f"indexer_logits_topk({PAGED}, int topk) -> Tensor",
+    "indexer_logits_topk",
     arguments=TopkArguments,
     reference=reference.indexer_logits_topk,
     on_cpu=cpu.indexer_logits_topk,
@@ -109,9 +104,7 @@ indexer_logits_topk = define(
     check=check_topk,
 )
 indexer_logits_topk_ragged = define(
-    "indexer_logits_topk_ragged(Tensor q, Tensor q_scale, Tensor weights, Tensor k, Tensor k_scale, "
-    "Tensor row_starts, Tensor row_ends, str cache_format, int topk, "
-    f"int max_logits_bytes={reference.MAX_LOGITS_BYTES}) -> Tensor",
+    "indexer_logits_topk_ragged",
     arguments=RaggedTopkArguments,
     reference=reference.indexer_logits_topk_ragged,
     fake=_fake_topk,

@@ -64,8 +64,7 @@ def _fake(
 
 
 indexer_q_rope_quant = define(
-    "indexer_q_rope_quant(Tensor q, Tensor positions, Tensor cos_sin_cache, Tensor weights, str cache_format, "
-    "bool hadamard=False, bool round_weights=False) -> (Tensor, Tensor, Tensor)",
+    "indexer_q_rope_quant",
     reference=reference.indexer_q_rope_quant,
     on_cpu=cpu.indexer_q_rope_quant,
     fake=_fake,

@@ -13,7 +13,7 @@ from ...reference.indexer.indexer_topk_slots import indexer_topk_slots as refere
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_rows
 from ..common.validate_batch import expect_positive
-from .indexer_logits import PAGED, check_topk
+from .indexer_logits import check_topk
 
 _OP = "indexer_topk_slots"
 
@@ -32,8 +32,7 @@ def _fake(call: TopkSlotsArguments) -> tuple[Tensor, Tensor]:
 
 
 indexer_topk_slots = define(
-    f"indexer_topk_slots({PAGED}, int topk, Tensor extra_block_table, Tensor is_valid_token, int extra_block_size) "
-    "-> (Tensor, Tensor)",
+    "indexer_topk_slots",
     arguments=TopkSlotsArguments,
     reference=reference,
     on_cpu=partial(reference, select=indexer_logits_topk),

@@ -40,7 +40,7 @@ def _fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
 
 
 fp8_grouped_einsum = define(
-    "fp8_grouped_einsum(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale) -> Tensor",
+    "fp8_grouped_einsum",
     reference=reference.fp8_grouped_einsum,
     fake=_fake,
     check=check_operands,
@@ -60,7 +60,7 @@ def _fake_quant(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple
 
 
 fp8_grouped_einsum_quant = define(
-    "fp8_grouped_einsum_quant(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale) -> (Tensor, Tensor)",
+    "fp8_grouped_einsum_quant",
     reference=reference.fp8_grouped_einsum_quant,
     fake=_fake_quant,
     check=_check_quant,

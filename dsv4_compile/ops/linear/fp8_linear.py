@@ -34,7 +34,7 @@ def _fake(
 
 
 fp8_linear = define(
-    "fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, bool quantize_input=True, Tensor? beside=None) -> Tensor",
+    "fp8_linear",
     reference=reference.fp8_linear,
     fake=_fake,
     check=_check,

@@ -31,7 +31,7 @@ def _fake(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> Tens
 
 
 grouped_linear = define(
-    "grouped_linear(Tensor x, Tensor weight, int groups, bool float32=False) -> Tensor",
+    "grouped_linear",
     reference=reference.grouped_linear,
     fake=_fake,
     check=_check,

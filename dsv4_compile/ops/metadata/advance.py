@@ -53,8 +53,8 @@ def _fake(call: AdvanceArguments) -> None:
 
 
 advance = define(
-    "advance(Tensor num_new, Tensor tokens, Tensor? drafts, Tensor reserved, int query_len, "
-    "Tensor(a!) query_start_loc, Tensor(b!) seq_lens, Tensor(c!) input_ids, Tensor(d!) overflow) -> ()",
+    "advance",
+    mutates=("query_start_loc", "seq_lens", "input_ids", "overflow"),
     reference=reference.advance,
     fake=_fake,
     check=_check,

@@ -76,16 +76,25 @@ def _fake(call: BatchMetadataArguments) -> None:
 
 
 batch_metadata = define(
-    "batch_metadata(Tensor query_start_loc, Tensor seq_lens, Tensor? slot_mapping, Tensor? window_block_table, "
-    "Tensor? c4_block_table, Tensor? c4_state_block_table, Tensor? indexer_block_table, "
-    "Tensor? indexer_state_block_table, Tensor? c128_block_table, Tensor? c128_state_block_table, "
-    "int window_block_size, "
-    "Tensor(a!) positions, Tensor(b!) token_to_req, Tensor(c!) is_valid_token, "
-    "Tensor(d!)? window_slots=None, Tensor(e!)? window_indices=None, Tensor(f!)? window_lens=None, "
-    "Tensor(g!)? c4_slots=None, Tensor(h!)? c4_state_slots=None, Tensor(i!)? indexer_slots=None, "
-    "Tensor(j!)? indexer_state_slots=None, Tensor(k!)? c128_slots=None, Tensor(l!)? c128_indices=None, "
-    "Tensor(m!)? c128_lens=None, Tensor(n!)? c128_state_slots=None, "
-    "Tensor(o!)? c4_context_lens=None, Tensor(p!)? c128_context_lens=None) -> ()",
+    "batch_metadata",
+    mutates=(
+        "positions",
+        "token_to_req",
+        "is_valid_token",
+        "window_slots",
+        "window_indices",
+        "window_lens",
+        "c4_slots",
+        "c4_state_slots",
+        "indexer_slots",
+        "indexer_state_slots",
+        "c128_slots",
+        "c128_indices",
+        "c128_lens",
+        "c128_state_slots",
+        "c4_context_lens",
+        "c128_context_lens",
+    ),
     reference=reference.batch_metadata,
     fake=_fake,
     check=_check,

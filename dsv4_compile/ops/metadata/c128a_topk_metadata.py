@@ -35,9 +35,8 @@ def _fake(call: C128aTopkArguments) -> None:
 
 
 c128a_topk_metadata = define(
-    "c128a_topk_metadata(Tensor positions, Tensor token_to_req, Tensor block_table, Tensor slot_mapping, "
-    "int block_size, int ratio, int num_decode_tokens, "
-    "Tensor(a!) global_decode, Tensor(b!) decode_lens, Tensor(c!) prefill) -> ()",
+    "c128a_topk_metadata",
+    mutates=("global_decode", "decode_lens", "prefill"),
     reference=reference.c128a_topk_metadata,
     fake=_fake,
     check=_check,

@@ -39,13 +39,8 @@ def _fake_ragged(call: CombineTopkArguments) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-_ARGUMENTS = (
-    "(Tensor topk_indices, Tensor query_start_loc, Tensor seq_lens, Tensor gather_lens, "
-    "int window, int ratio, int topk, int m, int n)"
-)
-
 combine_topk_swa = define(
-    f"combine_topk_swa{_ARGUMENTS} -> (Tensor, Tensor)",
+    "combine_topk_swa",
     reference=reference.combine_topk_swa,
     fake=_fake,
     check=_check,
@@ -53,7 +48,7 @@ combine_topk_swa = define(
 )
 
 combine_topk_swa_ragged = define(
-    f"combine_topk_swa_ragged{_ARGUMENTS} -> (Tensor, Tensor, Tensor)",
+    "combine_topk_swa_ragged",
     reference=reference.combine_topk_swa_ragged,
     fake=_fake_ragged,
     check=_check,

@@ -42,8 +42,8 @@ def _fake(
 
 
 compressed_slot_mapping = define(
-    "compressed_slot_mapping(Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
-    "int block_size, int ratio, Tensor(a!) out) -> ()",
+    "compressed_slot_mapping",
+    mutates=("out",),
     reference=reference.compressed_slot_mapping,
     fake=_fake,
     check=_check,

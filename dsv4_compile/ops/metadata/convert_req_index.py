@@ -31,8 +31,7 @@ def _fake(
 
 
 convert_req_index = define(
-    "convert_req_index(Tensor req_id, Tensor block_table, Tensor token_indices, int block_size, "
-    "bool compact=False) -> (Tensor, Tensor)",
+    "convert_req_index",
     reference=reference.convert_req_index,
     fake=_fake,
     check=_check,

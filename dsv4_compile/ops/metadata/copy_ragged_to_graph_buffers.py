@@ -29,8 +29,8 @@ def _fake(ragged_indices: Tensor, ragged_indptr: Tensor, indices_buffer: Tensor,
 
 
 copy_ragged_to_graph_buffers = define(
-    "copy_ragged_to_graph_buffers(Tensor ragged_indices, Tensor ragged_indptr, Tensor(a!) indices_buffer, "
-    "Tensor(b!) indptr_buffer) -> ()",
+    "copy_ragged_to_graph_buffers",
+    mutates=("indices_buffer", "indptr_buffer"),
     reference=reference.copy_ragged_to_graph_buffers,
     fake=_fake,
     check=_check,

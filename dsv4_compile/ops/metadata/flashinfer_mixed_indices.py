@@ -79,12 +79,7 @@ def _fake(call: MixedIndicesArguments) -> tuple[Tensor, Tensor]:
 
 
 flashinfer_mixed_indices = define(
-    "flashinfer_mixed_indices(Tensor decode_swa_indices, Tensor? decode_compressed_indices, "
-    "Tensor? decode_compressed_lens, Tensor prefill_topk_indices, Tensor query_start_loc, Tensor seq_lens, "
-    "Tensor token_to_req, Tensor swa_block_table, int swa_block_size, Tensor? compressed_block_table, "
-    "int compressed_block_size, int window, int ratio, int topk, bool decode_compressed_indices_are_local=False, "
-    "Tensor? decode_is_valid_token=None, int num_rows=0, int swa_block_span=0, int compressed_block_span=0) "
-    "-> (Tensor, Tensor)",
+    "flashinfer_mixed_indices",
     reference=reference.flashinfer_mixed_indices,
     fake=_fake,
     check=_check,

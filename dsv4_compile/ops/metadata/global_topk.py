@@ -45,8 +45,7 @@ def _fake_ragged(
 
 
 global_topk = define(
-    "global_topk(Tensor topk_indices, Tensor token_to_req, Tensor block_table, Tensor is_valid_token, "
-    "int block_size) -> (Tensor, Tensor)",
+    "global_topk",
     reference=reference.global_topk,
     on_cpu=cpu.global_topk,
     fake=_fake,
@@ -54,8 +53,7 @@ global_topk = define(
 )
 
 global_topk_ragged = define(
-    "global_topk_ragged(Tensor topk_indices, Tensor token_to_req, Tensor block_table, Tensor is_valid_token, "
-    "int block_size) -> (Tensor, Tensor, Tensor)",
+    "global_topk_ragged",
     reference=reference.global_topk_ragged,
     fake=_fake_ragged,
     check=_check,

@@ -22,7 +22,7 @@ def _fake(query_start_loc: Tensor, seq_lens: Tensor, num_decodes: int, window: i
 
 
 prefill_gather_lens = define(
-    "prefill_gather_lens(Tensor query_start_loc, Tensor seq_lens, int num_decodes, int window) -> Tensor",
+    "prefill_gather_lens",
     reference=reference.prefill_gather_lens,
     fake=_fake,
     check=_check,

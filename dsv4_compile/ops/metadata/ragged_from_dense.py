@@ -28,7 +28,7 @@ def fake_ragged(indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 ragged_from_dense = define(
-    "ragged_from_dense(Tensor indices, Tensor lens) -> (Tensor, Tensor)",
+    "ragged_from_dense",
     reference=reference.ragged_from_dense,
     fake=fake_ragged,
     check=_check,

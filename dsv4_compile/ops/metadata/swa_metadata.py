@@ -35,9 +35,8 @@ def _fake(call: SwaMetadataArguments) -> None:
 
 
 swa_metadata = define(
-    "swa_metadata(Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping, "
-    "int block_size, int window, int num_decode_tokens, "
-    "Tensor(a!) token_to_req, Tensor(b!) is_valid_token, Tensor(c!) swa_indices, Tensor(d!) swa_lens) -> ()",
+    "swa_metadata",
+    mutates=("token_to_req", "is_valid_token", "swa_indices", "swa_lens"),
     reference=reference.swa_metadata,
     fake=_fake,
     check=_check,

@@ -84,9 +84,7 @@ def _fake(call: ExpertsArguments) -> Tensor:
 
 
 moe_experts = define(
-    "moe_experts(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? w13_scale=None, "
-    "Tensor? w2_scale=None, Tensor? shared_w13=None, Tensor? shared_w2=None, Tensor? shared_w13_scale=None, "
-    "Tensor? shared_w2_scale=None, float limit=10.0, int first_expert=0, bool interleaved=False) -> Tensor",
+    "moe_experts",
     reference=reference.moe_experts,
     on_cpu=cpu.moe_experts,
     fake=_fake,

@@ -62,8 +62,7 @@ def _fake(
 
 
 moe_route = define(
-    "moe_route(Tensor x, Tensor gate, Tensor? bias=None, Tensor? token_ids=None, Tensor? tid2eid=None, int top_k=6, "
-    "float scale=1.0) -> (Tensor, Tensor)",
+    "moe_route",
     reference=reference.moe_route,
     on_cpu=cpu.moe_route,
     fake=_fake,

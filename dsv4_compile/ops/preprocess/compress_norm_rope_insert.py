@@ -51,10 +51,8 @@ def check_compress(call: CompressArguments, *, op: str = "compress_norm_rope_ins
 
 
 compress_norm_rope_insert = define(
-    "compress_norm_rope_insert(Tensor state_cache, Tensor state_slot_mapping, Tensor state_block_table, "
-    "Tensor token_to_req, Tensor positions, Tensor slot_mapping, Tensor norm_weight, Tensor cos_sin_cache, "
-    "Tensor(a!) k_cache, float eps, int ratio, int state_block_size, int block_size, str cache_format, "
-    "bool hadamard=False, Tensor? kv_scale=None) -> ()",
+    "compress_norm_rope_insert",
+    mutates=("k_cache",),
     reference=reference.compress_norm_rope_insert,
     on_cpu=cpu.compress_norm_rope_insert,
     fake=lambda call: None,

@@ -50,8 +50,8 @@ def _fake(
 
 
 dequantize_and_gather_k_cache = define(
-    "dequantize_and_gather_k_cache(Tensor(a!) out, Tensor k_cache, Tensor seq_lens, Tensor? gather_lens, "
-    "Tensor block_table, int block_size, int offset, str cache_format='fp8_ds_mla', Tensor? kv_scale=None) -> ()",
+    "dequantize_and_gather_k_cache",
+    mutates=("out",),
     reference=reference.dequantize_and_gather_k_cache,
     fake=_fake,
     check=_check,

@@ -28,7 +28,7 @@ def _fake(qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: floa
 
 
 fused_q_kv_rmsnorm = define(
-    "fused_q_kv_rmsnorm(Tensor qr, Tensor kv, Tensor q_weight, Tensor kv_weight, float eps) -> (Tensor, Tensor)",
+    "fused_q_kv_rmsnorm",
     reference=reference.fused_q_kv_rmsnorm,
     on_cpu=cpu.fused_q_kv_rmsnorm,
     fake=_fake,

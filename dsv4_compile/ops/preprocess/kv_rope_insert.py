@@ -45,8 +45,8 @@ def _fake(
 
 
 kv_rope_insert = define(
-    "kv_rope_insert(Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, Tensor positions, Tensor cos_sin_cache, "
-    "int block_size, str cache_format, Tensor? kv_scale=None) -> ()",
+    "kv_rope_insert",
+    mutates=("k_cache",),
     reference=reference.kv_rope_insert,
     on_cpu=cpu.kv_rope_insert,
     fake=_fake,

@@ -17,18 +17,6 @@ from .fused_q_kv_rmsnorm import check_norms
 from .kv_rope_insert import check_kv_insert
 from .save_partial_states import check_save
 
-_CALL = (
-    "(Tensor qr, Tensor kv, Tensor q_weight, Tensor kv_weight, Tensor positions, "
-    "Tensor cos_sin_cache, Tensor token_to_req, float eps, str cache_format, Tensor(a!) window_cache, "
-    "Tensor window_slot_mapping, int window_block_size, Tensor? kv_score=None, Tensor? ape=None, "
-    "Tensor? norm_weight=None, Tensor(b!)? state_cache=None, Tensor? state_slot_mapping=None, "
-    "Tensor? state_block_table=None, Tensor(c!)? compressed_cache=None, Tensor? compressed_slot_mapping=None, "
-    "int ratio=0, Tensor? indexer_kv_score=None, Tensor? indexer_ape=None, Tensor? indexer_norm_weight=None, "
-    "Tensor(d!)? indexer_state_cache=None, Tensor? indexer_state_slot_mapping=None, "
-    "Tensor? indexer_state_block_table=None, Tensor(e!)? indexer_cache=None, Tensor? indexer_slot_mapping=None, "
-    'str indexer_cache_format="", bool hadamard=False, Tensor? kv_scale=None, ScalarType? dtype=None)'
-)
-
 
 def _check(call: PreprocessArguments, *, op: str = "preprocess_insert") -> None:
     main, indexer = call.compressors()
@@ -64,14 +52,16 @@ def fake_quantized(qr: Tensor) -> tuple[Tensor, Tensor]:
 
 
 preprocess_insert = define(
-    f"preprocess_insert{_CALL} -> Tensor",
+    "preprocess_insert",
+    mutates=("window_cache", "state_cache", "compressed_cache", "indexer_state_cache", "indexer_cache"),
     reference=reference.preprocess_insert,
     fake=_fake,
     check=_check,
     arguments=PreprocessArguments,
 )
 preprocess_insert_quant = define(
-    f"preprocess_insert_quant{_CALL} -> (Tensor, Tensor)",
+    "preprocess_insert_quant",
+    mutates=("window_cache", "state_cache", "compressed_cache", "indexer_state_cache", "indexer_cache"),
     reference=reference.preprocess_insert_quant,
     fake=lambda call: fake_quantized(call.qr),
     check=partial(_check, op="preprocess_insert_quant"),

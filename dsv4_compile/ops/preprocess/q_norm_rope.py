@@ -49,17 +49,15 @@ def _fake_q(
 
 
 q_norm_rope = define(
-    "q_norm_rope(Tensor q, Tensor positions, Tensor cos_sin_cache, float eps, int padded_heads=0, "
-    "Tensor? q_scale=None) -> Tensor",
+    "q_norm_rope",
     reference=reference.q_norm_rope,
     on_cpu=cpu.q_norm_rope,
     fake=_fake_q,
     check=_check_q,
 )
 q_norm_rope_kv_insert = define(
-    "q_norm_rope_kv_insert(Tensor q, Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, Tensor positions, "
-    "Tensor cos_sin_cache, float eps, int block_size, str cache_format, int padded_heads=0, Tensor? q_scale=None, "
-    "Tensor? kv_scale=None) -> Tensor",
+    "q_norm_rope_kv_insert",
+    mutates=("k_cache",),
     reference=reference.q_norm_rope_kv_insert,
     on_cpu=cpu.q_norm_rope_kv_insert,
     fake=lambda call: _fake_q(*call.queries()),

@@ -22,7 +22,8 @@ def _fake(k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> 
 
 
 quantize_and_insert_k_cache = define(
-    "quantize_and_insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, int block_size) -> ()",
+    "quantize_and_insert_k_cache",
+    mutates=("k_cache",),
     reference=reference.quantize_and_insert_k_cache,
     fake=_fake,
     check=_check,

@@ -38,8 +38,8 @@ def _fake(
 
 
 save_partial_states = define(
-    "save_partial_states(Tensor kv_score, Tensor ape, Tensor(a!) state_cache, Tensor state_slot_mapping, "
-    "Tensor positions, int block_size) -> ()",
+    "save_partial_states",
+    mutates=("state_cache",),
     reference=reference.save_partial_states,
     on_cpu=cpu.save_partial_states,
     fake=_fake,

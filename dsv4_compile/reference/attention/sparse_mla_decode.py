@@ -162,6 +162,7 @@ DecodeOutArguments: type[Any] = collections.namedtuple(  # type: ignore[misc]
     "DecodeOutArguments", ("out", "lse", *DecodeArguments._fields), defaults=[*DecodeArguments._field_defaults.values()]
 )
 """Arguments of `sparse_mla_decode_out`: the outputs, followed by `DecodeArguments`."""
+DecodeOutArguments.__annotations__ = {"out": Tensor, "lse": Tensor, **DecodeArguments.__annotations__}
 
 
 Decode = Callable[[DecodeArguments], tuple[Tensor, Tensor]]
