@@ -82,6 +82,11 @@ CODES: dict[str, Code] = {
         "the device has memory for the weights as they are stored and for the caches of the batch",
         "use a larger device, a smaller batch, or shorter sequences",
     ),
+    "E211": Code(
+        "request of a running batch failed",
+        "every step gives a request logits with a finite largest one, from which its token is chosen",
+        "see the message, and the error that caused it; other requests are as they would be without this one",
+    ),
     "E301": Code(
         "unknown or invalid backend option",
         'options of backend="dsv4" are dsv4.* options or Inductor config names, with values of the right type',
@@ -171,6 +176,11 @@ CODES: dict[str, Code] = {
         "step would read a stale buffer",
         "a captured step reads what was written for it, and nothing of an earlier step",
         "write the buffer in the message before the step",
+    ),
+    "E432": Code(
+        "object at fixed addresses was copied, or used after a fork",
+        "objects with caches, slots or captured graphs are used in the process that made them, and never copied",
+        "make another object of the same arguments, or submit the request again",
     ),
     "E701": Code(
         "model cannot be split over these ranks",

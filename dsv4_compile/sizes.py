@@ -16,6 +16,15 @@ MOST = 2**31 - 256
 _GIGA = 10**9
 
 
+def shown(value: object) -> str:
+    """Return a short text of any value for a message; values whose `repr` fails are named by type."""
+    try:
+        text = repr(value)
+    except Exception:  # of an integer of too many digits, or of a class from elsewhere
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def check_size(name: str, value: Any, least: int = 1) -> int:
     """Return a size as an int.
 
@@ -30,7 +39,7 @@ def check_size(name: str, value: Any, least: int = 1) -> int:
         return int(value)
     fail(
         "E204",
-        got=f"{name}={value!r:.60}",
+        got=f"{name}={shown(value)}",
         why=f"a size is an integer from {least} to {MOST}, and this is of type {type(value).__name__}",
         fix="pass such an integer",
     )

@@ -221,6 +221,10 @@ class PagedCache(Cache):
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._unsupported("cache.update from an attention layer that is not converted")
 
+    def __copy__(self) -> NoReturn:
+        """Raise E432: two records of one memory would each go on in the other's sequences."""
+        fail("E432", got=f"copy.copy of a {type(self).__name__}", fix="use copy.deepcopy, or hf.new_cache(model)")
+
     def __repr__(self) -> str:
         paged = self.paged
         return (

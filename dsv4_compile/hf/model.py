@@ -254,7 +254,7 @@ def cache_like(
         max_batch_size=rows,
         max_seq_len=length,
         cache_format=own.paged.cache_format,
-        max_step_tokens=min(step_tokens, length),
+        max_step_tokens=step_tokens,
         device=own.seq_lens.device,
     )
 

@@ -12,34 +12,39 @@ part is one captured graph on a GPU. The host waits for the device once a step, 
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import check
-from ..metadata import MetadataBuffers
-from ..runtime import Statistics, mark_static_inputs, padded_buckets
-from ..runtime.addresses import AddressCheck, named_tensors
-from ..runtime.repeated_layers import writes_out
-from ..sizes import check_size
-from .entry import check_call
-from .model import CompilableForCausalLM, cache_like
-from .requests import Request, token_ids
-from .running_steps import DecodeTokens, Part, PrefillTokens, with_repeated
-from .sampling import COLUMNS, RequestSampling, choose_tokens
-from .unchanged import has_block
+from ..errors import DSV4Error, check, error, fail
+from ..runtime import Statistics
+from ..runtime.addresses import AtFixedAddresses
+from ..sizes import check_size, shown
+from .arguments import callback, integer, stop_set, token_ids
+from .model import CompilableForCausalLM
+from .requests import Progress, Request
+from .running_model import RunningModel
+from .sampling import NO_TOKEN, RequestSampling
+
+_log = logging.getLogger("dsv4_compile.hf")
+_One = tuple[Progress, int]
+"""A request and its new token."""
 
 
-class RunningBatch:
+class RunningBatch(AtFixedAddresses):
     """Runs requests of a converted model together, each with the tokens that it gets alone.
 
     Args:
         model: what `hf.convert` returned, whole on this device. Its weights are shared; the cache is the batch's own.
         slots: most requests that run at the same time.
-        max_seq_len: most tokens of a request, prompt and answer together (None = that of the model's cache).
+        max_seq_len: most tokens of a request, prompt and answer together, rounded up to whole pages of 256 (None = that
+            of the model's cache).
         prefill_chunk: most prompt tokens of a step, of one or several requests. Longer prompts take several steps,
             between which the others decode. Smaller chunks shrink the cache.
         backend: "dsv4", or another backend of `torch.compile`, for the two kinds of steps; None runs them eager.
@@ -48,8 +53,10 @@ class RunningBatch:
 
     Raises E208 for a model that is not converted or is split over ranks, E204 for sizes.
 
-    One thread drives it. Changed weights are read when requests join, outside of blocks of `hf.unchanged`; a parameter
-    that a captured graph reads from another address raises E421.
+    No request ends, fails or changes another: one whose logits are NaN or infinite fails alone. One thread at a time
+    runs steps, E208 otherwise; any thread may submit and cancel. Copies, pickles and use after a fork raise E432.
+    Changed weights are read when requests join, outside of blocks of `hf.unchanged`; a parameter that a captured graph
+    reads from another address raises E421.
     """
 
     def __init__(
@@ -72,46 +79,17 @@ class RunningBatch:
         )
         slots, prefill_chunk = check_size("slots", slots), check_size("prefill_chunk", prefill_chunk, least=2)
         self.model, self.slots = model, slots
-        paged = cache_like(model.model, slots, max_seq_len, prefill_chunk).paged
-        self.max_seq_len, self.prefill_chunk = paged.max_seq_len, min(prefill_chunk, slots * paged.max_seq_len)
-        self.caches = paged.layers
-        device = model.model.dsv4_cache.seq_lens.device
-        self._buffers = MetadataBuffers(
-            max_num_batched_tokens=max(slots, self.prefill_chunk),
-            max_num_seqs=slots,
-            max_model_len=paged.max_seq_len,
-            window=paged.config.sliding_window,
-            ratios=paged.config.compressed_ratios,
-            block_tables=paged.block_tables,
-            device=device,
-        )
-        self.graphs = ("cuda" if device.type == "cuda" else "off") if graphs == "auto" else graphs
-        mark_static_inputs(named_tensors(self.caches, "caches"))
-        from .._compat import lookup_backend
-
-        compile_options = None if options is None else dict(options)
-
-        def part(step: nn.Module, buckets: Collection[int]) -> Part:
-            run: Any = step
-            if backend is not None:
-                run = torch.compile(step, fullgraph=True, dynamic=True, backend=backend, options=compile_options)
-            if repeats:
-                run = with_repeated(run, model, self.caches)
-            return Part(run, self._buffers, self.caches, buckets, self.graphs)
-
-        # A graph reads tensors of repeated layers where `adopt` has put them.
-        repeats = backend is not None and writes_out(lookup_backend(backend), options)
-        self._adopts = repeats and self.graphs == "off"
-        self._decode = part(DecodeTokens(model), padded_buckets(slots))
-        self._prefill = part(PrefillTokens(model), {max(2, self.prefill_chunk // 4), self.prefill_chunk})
-        self._weights: AddressCheck | None = None
-        self._checked: Any = None
-        self._device = device
-        self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request | None] = [None] * slots
-        self._joined: list[Request] = []
-        self._stepping = False
+        self._steps = RunningModel(model, slots, max_seq_len, prefill_chunk, backend, options, graphs)
+        self.max_seq_len, self.prefill_chunk = self._steps.max_seq_len, self._steps.prefill_chunk
+        self.caches, self.graphs = self._steps.caches, self._steps.graphs
+        self._waiting: deque[Progress] = deque()
+        self._running: list[Progress | None] = [None] * slots
+        self._submitted = 0
+        self._uncalled: deque[_One] = deque()  # tokens whose callbacks have not been called
+        self._lock = threading.RLock()  # held for a few lines, never while a model or a callback runs
+        self._stepping: tuple[int, object] | None = None
+        self._calling_back = self._unfinished = False
+        self._to_cancel: list[Progress] = []
 
     def __repr__(self) -> str:
         return (
@@ -122,18 +100,20 @@ class RunningBatch:
     @property
     def running(self) -> list[Request]:
         """Requests that have a slot."""
-        return [request for request in self._running if request is not None]
+        return [progress.request for progress in self._served()]
+
+    def _served(self) -> list[Progress]:
+        return [progress for progress in self._running if progress is not None]
 
     @property
     def statistics(self) -> Statistics:
         """Captures and replays of both kinds of steps; all zero without graphs."""
-        parts = [part.runner.statistics for part in (self._prefill, self._decode) if part.runner is not None]
-        return Statistics(*(sum(getattr(each, name) for each in parts) for name in Statistics.__slots__))
+        return self._steps.statistics
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits or runs."""
-        return not self._waiting and not self.running
+        """Whether no request waits or runs, and all callbacks have been called."""
+        return not self._waiting and not self._served() and not self._uncalled
 
     def submit(
         self,
@@ -150,181 +130,205 @@ class RunningBatch:
         """Queue a request.
 
         Args:
-            prompt: token ids, or an integer tensor `[S]`.
+            prompt: token ids of one sequence, or an integer tensor `[S]`.
             max_new_tokens: most tokens to generate.
             temperature, top_k, top_p, seed: see `sampling.RequestSampling`; greedy unless `temperature` is above 0.
-            stop_tokens: tokens that end the request; the one that did is its last.
+            stop_tokens: a token, or a collection or tensor of them, that end the request; it is its last.
             on_token: called with each token at the end of its step. If it raises, the request is cancelled, the others
-                get their tokens, and `step` raises the error.
+                get their tokens and callbacks, and `step` raises the error, which is also the request's `error`.
 
-        Raises E201 for an empty prompt, ids outside the vocabulary or sampling out of range, and E204 for a request
-        that would not fit its slot. A request that is not taken leaves the batch as it was.
+        Raises E201 for arguments of another type, ids outside the vocabulary or sampling out of range, and E204 for a
+        request that would not fit its slot. A request that is not taken leaves the batch as it was.
         """
-        ids = token_ids(prompt, self.model.config.vocab_size)
-        check(max_new_tokens > 0, "E201", got=f"{max_new_tokens=}", rule="a request generates at least one token")
+        self.check_process()
+        vocab, most = self._steps.vocab_size, self._steps.max_seq_len
+        new = integer("max_new_tokens", max_new_tokens, 1)
+        ids = token_ids(prompt, vocab, most)
         check(
-            len(ids) + max_new_tokens <= self.max_seq_len,
+            len(ids) + new <= most,
             "E204",
-            got=f"a prompt of {len(ids)} tokens and {max_new_tokens} new ones",
-            why=f"a slot holds {self.max_seq_len} tokens",
+            got=f"a prompt of {'over ' * (len(ids) > most)}{min(len(ids), most)} tokens and {shown(new)} new ones",
+            why=f"a slot holds {most} tokens",
             fix="shorten it, or make a RunningBatch with a larger max_seq_len",
         )
-        sampling = RequestSampling(temperature, top_k, top_p, seed)
-        request = Request(ids, max_new_tokens, frozenset(stop_tokens), sampling, on_token, self.step, self.cancel)
-        self._waiting.append(request)
+        sampling, stop = RequestSampling(temperature, top_k, top_p, seed), stop_set(stop_tokens, vocab)
+        on_token = callback(on_token)
+        with self._lock:
+            progress = Progress(self._submitted, ids, new, stop, sampling, on_token)
+            request = Request(self, progress)
+            self._submitted += 1
+            self._waiting.append(progress)
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request of this batch now, and free its slot. Does nothing if it has ended."""
-        if request.state == "waiting":
-            self._waiting.remove(request)
-        if not request.ended:
-            self._end(request, "cancelled")
+        """End a request of this batch now, and free its slot. Does nothing if it has ended.
+
+        While the model runs, as another thread or a hook may find it, the request ends after the step. Raises E201 for
+        what is no request of this batch.
+        """
+        self.check_process()
+        progress = request.progress_in(self) if isinstance(request, Request) else None
+        if progress is None:
+            other = isinstance(request, Request)
+            fail(
+                "E201",
+                got="a request of another RunningBatch" if other else f"a {type(request).__name__}",
+                rule="a batch cancels the requests that its submit returned",
+                fix="call request.cancel()",
+            )
+        with self._lock:
+            if self._stepping is None or (self._calling_back and self._stepping[0] == threading.get_ident()):
+                self._cancel(progress)
+            else:
+                self._to_cancel.append(progress)
 
     def run(self) -> None:
         """Run steps until no request waits or runs."""
         while not self.idle:
             self.step()
 
-    @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:
         """Let waiting requests join, prefill a chunk, decode a token of the others; return the new tokens.
 
         Raises E208 if the model is in training mode or cannot be read, before anything runs. If the model's forward
-        raises, all running requests have failed and their slots are free; waiting ones still wait.
+        raises, or is interrupted, all running requests have failed and their slots are free; waiting ones still wait.
         """
-        check(
-            not self._stepping, "E208", got="a step inside a callback of a step", fix="submit or cancel there instead"
-        )
-        self._stepping = True
-        try:
-            return self._call_back(self._step())
-        finally:
-            self._stepping = False
+        new, faults = self._whole_step()
+        if faults:
+            raise faults[0][1]
+        return [(progress.request, token) for progress, token in new]
 
-    def _step(self) -> list[tuple[Request, int]]:
-        self._join()
-        if self._adopts:
-            self._adopt()
-        decoding = [request for request in self.running if request.state == "decode"]
+    def step_for(self, request: Request) -> None:
+        """Run a step as `step` does, but log what callbacks of other requests than `request` raise."""
+        _, faults = self._whole_step()
+        for progress, fault in faults:
+            if not isinstance(fault, Exception):
+                raise fault
+            if progress.request is not request:
+                _log.error("a callback ended %r", progress.request, exc_info=fault)
+
+    @torch.no_grad()
+    def _whole_step(self) -> tuple[list[_One], list[tuple[Progress, BaseException]]]:
+        """Run a step and call back; return the new tokens, and what callbacks raised, interrupts first."""
+        self.check_process()
+        turn = (threading.get_ident(), object())
         try:
-            new = self._run_prefill()
+            with self._lock:
+                running, self._stepping = self._stepping, self._stepping or turn
+            if running is not None:
+                place = "inside a callback or a hook" if running[0] == turn[0] else "in a second thread in the middle"
+                fail("E208", got=f"a step {place} of a step", fix="submit or cancel there instead")
+            if self._unfinished:  # by an interrupt in the middle of a recovery
+                self._recover(None)
+            new = self._step()
+            return new, self._call_back()
+        finally:
+            # First without the lock, for which an interrupt might end the wait.
+            if self._stepping is turn:
+                self._calling_back, self._stepping = False, None
+            with self._lock:
+                while self._to_cancel and self._stepping is None:
+                    self._cancel(self._to_cancel.pop())
+
+    def _step(self) -> list[_One]:
+        try:
+            self._steps.check()
+            self._join()
+            self._steps.prepare_step()
+            decoding = [progress for progress in self._served() if progress.state == "decode"]
+            self._unfinished = True
+            prefilled = self._steps.prefill(self._running)
             if decoding:
                 self._run_decode(decoding)
-            chosen = self._chosen.tolist()  # the one wait of a step
-        except BaseException:
-            for request in self.running:
-                self._end(request, "failed")
+            new = self._record({*prefilled, *decoding}, self._steps.chosen())  # the one wait of a step
+            self._unfinished = False
+        except BaseException as fault:
+            self._recover(fault)
             raise
-        served = [*new, *decoding]
-        found = [(request, chosen[slot]) for slot, request in enumerate(self._running) if request and request in served]
-        for request, token in found:
-            request.tokens.append(token)
-            if token in request.stop_tokens:
-                self._end(request, "stop")
-            elif len(request.tokens) == request.max_new_tokens:
-                self._end(request, "length")
-        return found
+        return new
 
-    def _call_back(self, found: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Pass new tokens to the requests' callbacks; raise the first error of one after all were called."""
-        errors: list[Exception] = []
-        for request, token in found:
-            if request.on_token is not None:
-                try:
-                    request.on_token(token)
-                except Exception as error:
-                    self.cancel(request)
-                    errors.append(error)
-        if errors:
-            raise errors[0]
-        return found
+    def _run_decode(self, decoding: list[Progress]) -> None:
+        self._steps.decode(self._running, decoding)
 
-    def _end(self, request: Request, state: str) -> None:
-        request.state = state
-        if request in self._running:
-            self._running[self._running.index(request)] = None
+    def _record(self, served: Collection[Progress], chosen: Sequence[int]) -> list[_One]:
+        """Give requests their tokens, in the order of slots, and end those that are complete."""
+        new: list[_One] = []
+        for progress, token in zip(self._running, chosen, strict=True):
+            if progress is None or progress not in served:
+                continue
+            if token == NO_TOKEN:
+                count = len(progress.tokens)
+                fix = "look for NaN and infinity in the weights that its tokens reach, embeddings first"
+                self._fail(progress, error("E211", got=f"logits of NaN or infinity after {count} new tokens", fix=fix))
+                continue
+            new.append((progress, token))
+            progress.tokens.append(token)
+            if progress.on_token is not None:
+                self._uncalled.append((progress, token))
+            if token in progress.stop_tokens:
+                self._end(progress, "stop")
+            elif len(progress.tokens) == progress.max_new_tokens:
+                self._end(progress, "length")
+        return new
+
+    def _recover(self, fault: BaseException | None) -> None:
+        """Bring requests into a clear state after a step that did not end; what has run a part of it has failed."""
+        with self._lock:
+            running = self._served()
+            self._waiting = deque(progress for progress in self._waiting if progress not in running)
+            for progress in (*self._waiting, *running):  # of a join in the middle of which the fault came
+                if progress in running and progress.state == "waiting":
+                    progress.state = "prefill"
+                elif progress not in running and progress.state == "prefill":
+                    progress.state = "waiting"
+        if self._unfinished:
+            with suppress(Exception):
+                self._steps.chosen()  # until then the device may read the numbers that the host has sent
+            for progress in running:
+                raised = "was interrupted" if fault is None else f"raised {type(fault).__name__}"
+                cause = error("E211", got=f"a step that {raised}", fix="submit the request again")
+                cause.__cause__ = fault
+                self._fail(progress, cause)
+            self._unfinished = False
+
+    def _call_back(self) -> list[tuple[Progress, BaseException]]:
+        """Pass new tokens to callbacks; cancel requests whose callbacks raise, and return what they raised."""
+        faults: list[tuple[Progress, BaseException]] = []
+        self._calling_back = True
+        while self._uncalled:
+            progress, token = self._uncalled.popleft()
+            assert progress.on_token is not None
+            try:
+                progress.on_token(token)
+            except BaseException as fault:
+                self._cancel(progress)
+                progress.error = fault if isinstance(fault, Exception) else None
+                faults.append((progress, fault))
+        return sorted(faults, key=lambda raised: isinstance(raised[1], Exception))
+
+    def _cancel(self, progress: Progress) -> None:
+        if progress.state == "waiting":
+            self._waiting.remove(progress)
+        if not progress.ended:
+            self._end(progress, "cancelled")
+
+    def _fail(self, progress: Progress, cause: DSV4Error) -> None:
+        progress.error = cause
+        self._end(progress, "failed")
+        _log.error("%r: %s", progress.request, cause.got)
+
+    def _end(self, progress: Progress, state: str) -> None:
+        progress.state = state
+        if progress in self._running:
+            self._running[self._running.index(progress)] = None
 
     def _join(self) -> None:
         """Give free slots to waiting requests, in the order they came."""
         if not self._waiting or None not in self._running:
             return
-        check_call(self.model.model, {"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
-        self._adopt()
-        if self.graphs != "off":
-            self._check_captured_weights()
+        self._steps.prepare_join()
         while self._waiting and None in self._running:
-            request = self._waiting.popleft()
-            self._running[self._running.index(None)] = request
-            self._joined.append(request)
-            request.state = "prefill"
-
-    def _adopt(self) -> None:
-        """Read weights that have changed, unless a block of `hf.unchanged` says that none has."""
-        if not has_block(self.model.model):
-            self.model.model.adopt()
-
-    def _check_captured_weights(self) -> None:
-        """Capture the graphs before the first request; raise E421 for a parameter that has moved since."""
-        if self._weights is None:
-            for part in (self._prefill, self._decode):
-                assert part.runner is not None
-                part.runner.warm_up()
-            self._weights = AddressCheck(lambda: named_tensors(self.model, "model"), self._device)
-        # A snapshot is of the layers, and another one after a change. The check holds the tensors, so ids are theirs.
-        head = [(id(tensor), tensor.data_ptr()) for tensor in named_tensors(self.model.lm_head, "lm_head").values()]
-        now = self.model.model.dsv4_snapshot, head
-        if now != self._checked:
-            self._weights.check("the graphs of a RunningBatch")
-            self._checked = now
-
-    def _run_prefill(self) -> list[Request]:
-        """Prefill a chunk of tokens, first come first; return the requests whose prompts are complete, by slot."""
-        room, parts = self.prefill_chunk, {}
-        for request in self._joined:
-            if request.state == "prefill" and room:
-                parts[request] = request.prompt[request.cached : request.cached + room]
-                room -= len(parts[request])
-        self._joined = [request for request in self._joined if request.state == "prefill"]
-        if not parts:
-            return []
-        for request, tokens in parts.items():
-            request.cached += len(tokens)
-        ends: list[int] = []
-        done: list[Request] = []
-        count = 0
-        for request in (request for request in self.running if request in parts):
-            count += len(parts[request])
-            if request.cached == len(request.prompt):
-                request.state = "decode"
-                ends.append(count - 1)
-                done.append(request)
-        hidden, (rows, slots) = self._run_part(self._prefill, parts, ends, self._slots_of(done))
-        if done:
-            logits = self.model.lm_head(hidden[rows])
-            self._choose(logits, logits.argmax(-1), done, slots, self._prefill)
-        return done
-
-    def _run_decode(self, requests: list[Request]) -> None:
-        """Decode one token of each of `requests`, which are in the order of their slots."""
-        for request in requests:
-            request.cached += 1
-        parts = {request: request.tokens[-1:] for request in requests}
-        (greedy, logits), (slots,) = self._run_part(self._decode, parts, self._slots_of(requests))
-        count = len(requests)
-        self._choose(logits[:count], greedy[:count], requests, slots, self._decode)
-
-    def _run_part(self, part: Part, tokens: Mapping[Request, list[int]], *places: list[int]) -> tuple[Any, Any]:
-        by_slot = [tokens.get(request, []) if request else [] for request in self._running]
-        lengths = [request.cached if request and request in tokens else 0 for request in self._running]
-        return part.run(by_slot, lengths, places)
-
-    def _slots_of(self, requests: list[Request]) -> list[int]:
-        return [slot for slot, request in enumerate(self._running) if request in requests]
-
-    def _choose(self, logits: Tensor, greedy: Tensor, requests: list[Request], slots: Tensor, part: Part) -> None:
-        """Set the chosen token of each of `requests`, whose logits are `[N, vocab]` and likeliest tokens `greedy`."""
-        if not all(request.sampling.greedy for request in requests):
-            (numbers,) = part.floats.send([number for request in requests for number in request.sampling.draw()])
-            greedy = choose_tokens(logits, numbers.view(-1, COLUMNS))
-        self._chosen.index_copy_(0, slots, greedy)
+            progress = self._waiting[0]
+            self._running[self._running.index(None)] = progress
+            progress.state = "prefill"
+            self._waiting.popleft()

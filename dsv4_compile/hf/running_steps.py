@@ -14,7 +14,7 @@ from ..runtime import DecodeRunner
 from ..runtime.repeated_layers import Handed, handed, marks_are_written_out
 from ..runtime.step import Buckets, StepFunction, StepInputs, step_call
 from .kinds import Repeated, tensors_of_step
-from .sampling import COLUMNS
+from .sampling import COLUMNS, likeliest_tokens
 
 
 class _Tokens(nn.Module):  # type: ignore[misc]
@@ -50,13 +50,13 @@ def with_repeated(step: StepFunction, model: Any, caches: Sequence[LayerCache]) 
 
 
 class DecodeTokens(_Tokens):
-    """One token of each request: its most likely successor int64 `[T]`, and all logits `[T, vocab]`."""
+    """One token of each request: its `sampling.likeliest_tokens` int64 `[T]`, and all logits `[T, vocab]`."""
 
     def forward(
         self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
         logits = self.model.lm_head(self.layers(input_ids, metadata, caches))
-        return logits.argmax(-1), logits
+        return likeliest_tokens(logits), logits
 
 
 class PrefillTokens(_Tokens):
@@ -79,7 +79,7 @@ class Staged:
     def send(self, *groups: Sequence[float]) -> tuple[Tensor, ...]:
         """Copy groups of numbers in one transfer, and return a view on the device of each."""
         values = [value for group in groups for value in group]
-        self.host[: len(values)] = torch.tensor(values, dtype=self.host.dtype)
+        self.host[: len(values)] = torch.tensor(values, dtype=self.host.dtype, device="cpu")
         self.device[: len(values)].copy_(self.host[: len(values)], non_blocking=True)
         return self.device[: len(values)].split([len(group) for group in groups])
 
@@ -107,7 +107,7 @@ class Part:
         device = buffers.tensors["seq_lens"].device
         numbers = buffers.max_num_batched_tokens + 4 * buffers.max_num_seqs + 1
         self.ints = Staged(numbers, torch.int64, device)
-        self.floats = Staged(buffers.max_num_seqs * COLUMNS, torch.float32, device)
+        self.floats = Staged(buffers.max_num_seqs * COLUMNS, torch.float64, device)
 
     def run(self, tokens: list[list[int]], lengths: list[int], places: Sequence[Sequence[int]]) -> tuple[Any, Any]:
         """Run the step for new `tokens` of each slot, which then holds `lengths`; return outputs and `places` there."""

@@ -2,77 +2,107 @@
 
 A sampled token is the inverse of the kept tokens' cumulative distribution at one uniform number, which the request
 draws from its own seed. So it depends on nothing but the request, whichever others are in the batch.
+
+Logits may be anything: every index is in range, and a row without a finite largest logit has no token, NO_TOKEN.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..errors import check
+from .arguments import integer, real
 
 COLUMNS = 4
 """Numbers of a request that `choose_tokens` takes: temperature, top-k, top-p, uniform."""
+NO_TOKEN = -1
+"""Result for a row of logits from which no token can be chosen."""
+LEAST_TEMPERATURE = 2.0**-126
+"""Smallest normal float32, by which a logit can be divided; below it sampling is greedy."""
+_MOST_KEPT = 2**31
+"""Top-k from which all tokens of any vocabulary are kept, exact as a float."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RequestSampling:
     """How a request samples, and its random numbers.
 
     Args:
-        temperature: divides logits; 0 chooses the largest.
-        top_k: number of tokens to choose from; 0 = all.
-        top_p: fewest tokens to choose from whose probabilities sum to it; 1 = all.
-        seed: seed of the request's random numbers.
+        temperature: divides logits, a finite number; 0, and what is below `LEAST_TEMPERATURE`, chooses the largest.
+        top_k: number of tokens to choose from; 0 = all. Of equal logits at its end the first tokens are kept.
+        top_p: fewest tokens to choose from whose probabilities sum to it, at least one; 1 = all that have any. Of equal
+            probabilities at its end the first tokens are kept.
+        seed: seed of the request's random numbers, an integer from 0 on.
 
-    Raises E201 for values out of range.
+    Raises E201 for another type and for values out of range.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    _random: random.Random = field(init=False, repr=False)
+    _random: random.Random = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
-        for name, fine, rule in (
-            ("temperature", 0 <= self.temperature < math.inf, "a number from 0 on, 0 for greedy"),
-            ("top_k", self.top_k >= 0 and self.top_k == int(self.top_k), "an integer from 0 on, 0 for all tokens"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-        ):
-            check(fine, "E201", got=f"{name}={getattr(self, name)}", rule=f"{name} is {rule}", fix="pass such a value")
+        seed = integer("seed", self.seed, 0)
+        values = {
+            "temperature": real("temperature", self.temperature, "from 0 on, 0 for greedy", lambda x: x >= 0),
+            "top_k": integer("top_k", self.top_k, 0),
+            "top_p": real("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1),
+            "seed": seed,
+            "_random": random.Random(seed),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
         """Whether the largest logit is chosen."""
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
     def draw(self) -> tuple[float, ...]:
         """Return the numbers of the next token, as `choose_tokens` takes them."""
-        return self.temperature, self.top_k, self.top_p, 0.0 if self.greedy else self._random.random()
+        if self.greedy:
+            return 0.0, 0.0, 1.0, 0.0
+        return self.temperature, float(min(self.top_k, _MOST_KEPT)), self.top_p, self._random.random()
 
 
-def choose_tokens(logits: Tensor, numbers: Tensor) -> Tensor:
+def likeliest_tokens(logits: Tensor) -> Tensor:
+    """Return the first token with the largest logit, int64 `[N]`, for each row of `logits` `[N, V]`.
+
+    NO_TOKEN for a row whose largest logit is NaN or infinite; tokens of a logit of -inf are never chosen.
+    """
+    largest, tokens = logits.max(-1)
+    return torch.where(largest.abs() < torch.inf, tokens, NO_TOKEN)
+
+
+def choose_tokens(logits: Tensor, numbers: Tensor, likeliest: Tensor | None = None) -> Tensor:
     """Return a token int64 `[N]` for each row of `logits` `[N, V]`; runs on the device, without synchronisation.
 
     Args:
-        numbers: float32 `[N, 4]`, see `RequestSampling.draw`. The order is that of transformers: temperature, top-k,
+        numbers: float `[N, 4]`, see `RequestSampling.draw`. The order is that of transformers: temperature, top-k,
             top-p; of equal logits the first is the larger.
+        likeliest: `likeliest_tokens(logits)` if it is known, which greedy rows get, and rows of NO_TOKEN whatever their
+            numbers.
     """
-    temperature, top_k, top_p, uniform = (column[:, None] for column in numbers.unbind(1))
-    greedy = temperature == 0
-    ordered, tokens = (logits.float() / torch.where(greedy, 1, temperature)).sort(dim=1, descending=True, stable=True)
+    likeliest = likeliest_tokens(logits) if likeliest is None else likeliest
+    temperature, top_k, top_p, uniform = (column[:, None] for column in numbers.double().unbind(1))
+    greedy = temperature < LEAST_TEMPERATURE
+    usable = torch.where((likeliest != NO_TOKEN)[:, None], logits, 0)
+    ordered, tokens = usable.sort(dim=1, descending=True, stable=True)
+    # Relative to the largest, so that no temperature makes weights of NaN, and the first has weight 1.
+    ordered = ordered.double()
+    weights = ((ordered - ordered[:, :1]) / torch.where(greedy, 1, temperature)).exp()
     rank = torch.arange(logits.shape[1], device=logits.device)
-    probabilities = ordered.masked_fill((top_k > 0) & (rank >= top_k), -torch.inf).softmax(1)
-    larger = probabilities.cumsum(1) - probabilities
-    probabilities = torch.where((larger < top_p) | (rank == 0), probabilities, 0)
-    reached = probabilities.cumsum(1)
-    # The last token with a probability ends the sum, whatever rounding did to it.
-    place = (reached <= uniform * reached[:, -1:]).sum(1, keepdim=True)
-    last = (probabilities > 0).sum(1, keepdim=True) - 1
-    return tokens.gather(1, torch.where(greedy, 0, torch.minimum(place, last)))[:, 0]
+    weights = torch.where((top_k > 0) & (rank >= top_k), 0, weights)
+    reached = weights.cumsum(1)
+    larger = torch.nn.functional.pad(reached[:, :-1], (1, 0))
+    kept = (larger < top_p * reached[:, -1:]) | (top_p >= 1) | (rank == 0)
+    total = torch.where(kept, reached, 0).amax(1, keepdim=True)
+    place = (kept & (reached <= uniform * total)).sum(1, keepdim=True)
+    last = (kept & (weights > 0)).sum(1, keepdim=True) - 1  # whatever rounding did to the total
+    sampled = tokens.gather(1, torch.minimum(place, last).clamp(min=0))[:, 0]
+    return torch.where(greedy[:, 0] | (likeliest == NO_TOKEN), likeliest, sampled)

@@ -19,12 +19,13 @@ from ..errors import check
 from ..ops.metadata.batch_metadata import GROUPS
 from .buffers import PAGE_TOKENS, BufferPlan, groups_of, plan_buffers
 from .checks import check_batch, check_capacity, check_ints, check_lengths, check_table
+from .fixed import AtFixedAddresses
 from .types import AttentionMetadata, BlockTables, metadata_of
 
 Ints = Tensor | Sequence[int]
 
 
-class MetadataBuffers:
+class MetadataBuffers(AtFixedAddresses):
     """The persistent metadata buffers of a model. Addresses, shapes and strides never change.
 
     Args:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .._compat import TensorGuards, lie_at, mark_static, mark_static_address
 from ..errors import check, fail
+from ..metadata.fixed import AtFixedAddresses as AtFixedAddresses
 from .captures import tensor_bytes
 
 

@@ -17,6 +17,7 @@ import torch
 
 from .._compat import TorchDispatchMode, pytree, without_cudagraph_trees
 from ..errors import GraphError, check, error, fail, warn
+from ..metadata.fixed import AtFixedAddresses
 
 Call = Callable[[], Any]
 SEGMENT_BYTES = 2 << 20
@@ -54,8 +55,8 @@ class TransparentMode(TorchDispatchMode):  # type: ignore[misc]
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Capture:
+@dataclass(frozen=True)
+class Capture(AtFixedAddresses):
     """A captured call.
 
     Attributes:

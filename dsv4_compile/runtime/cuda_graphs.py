@@ -15,6 +15,7 @@ import torch
 from .._compat import OpOverload, pytree, recover_from_failed_capture
 from ..errors import GraphError, check, fail
 from ..layout import align_up
+from ..metadata.fixed import AtFixedAddresses
 from .captures import (
     SEGMENT_BYTES,
     Call,
@@ -31,7 +32,7 @@ _BLOCK_BYTES = 512
 """Granularity of an allocation in CUDA's caching allocator."""
 
 
-class CudaGraphs:
+class CudaGraphs(AtFixedAddresses):
     """CUDA graphs of one device in one memory pool.
 
     Captures share the pool's memory, except for the outputs, which stay allocated. So the largest call comes first.

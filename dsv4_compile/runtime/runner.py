@@ -21,7 +21,7 @@ from .._compat import pytree
 from ..errors import check, fail, warn
 from ..metadata import MetadataBuffers
 from ..sizes import check_size
-from .addresses import AddressCheck, mark_static_inputs, named_tensors
+from .addresses import AddressCheck, AtFixedAddresses, mark_static_inputs, named_tensors
 from .backends import graphs_for
 from .captures import Capture, Footprint, MemoryPlan
 from .sampling import Sampler, Sampling
@@ -48,7 +48,7 @@ class Statistics:
     uncaptured: int = 0
 
 
-class DecodeRunner:
+class DecodeRunner(AtFixedAddresses):
     """Captures a step for padded sizes and replays the smallest that holds the batch.
 
     A batch of n tokens, decodes, speculated tokens and prefills alike, replays the smallest bucket of at least n. Rows
@@ -134,6 +134,7 @@ class DecodeRunner:
 
         The step compiles and tunes itself here. No live byte of a cache changes.
         """
+        self.check_process()
         if self._plan is None:
             footprints: dict[int, Footprint] = {}
             runs: list[Footprint] = []
@@ -193,6 +194,7 @@ class DecodeRunner:
         One launch, and one more for each input whose rows do not fill the bucket. E204 over capacity, E421 for a
         buffer that moved, E427 before warm_up, E429 (debug) for padding without its pad value.
         """
+        self.check_process()
         if not self._captures:
             fail("E427", got="step of a runner that has captured nothing")
         tokens = count_tokens(num_tokens, num_reqs, self.tokens_each, self.buffers.max_num_batched_tokens)
@@ -219,6 +221,7 @@ class DecodeRunner:
             Tokens int64 `[steps, num_reqs, tokens_each]` and the number kept of each, int32 `[steps, num_reqs]`: views
             that the next run overwrites. Ignore the rows of requests that have stopped.
         """
+        self.check_process()
         check(self.sealed, "E427", got="run of a runner that has captured nothing")
         sampling = self.sampling
         if sampling is None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .._compat import OpOverload, functional_collectives, pytree
 from ..errors import check, fail
+from ..metadata.fixed import AtFixedAddresses
 from .aliasing import byte_range, owner, view_at, without_repeats
 from .captures import Call, Capture, Footprint, TransparentMode, capture_scope, fail_host_read, tensor_bytes
 
@@ -41,7 +42,7 @@ class _RecordedCall:
     made: dict[int, Tensor]
 
 
-class StandInGraphs:
+class StandInGraphs(AtFixedAddresses):
     """Captures that replay on the CPU."""
 
     kind = "standin"

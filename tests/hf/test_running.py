@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dsv4_compile import hf
 from dsv4_compile._compat import counters
 from dsv4_compile.hf.requests import Request
-from dsv4_compile.hf.sampling import choose_tokens
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.runtime import repeated_layers
 from dsv4_compile.runtime.addresses import AddressCheck
+from tests.hf.serving import SAMPLED, alone, prompt
 from tests.hf.small import LAYERS
 
 SIZES: dict[str, Any] = {"slots": 8, "prefill_chunk": 48}
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
 """Layers that are quick to compile."""
-SAMPLED = {"temperature": 1.5, "top_k": 50, "top_p": 0.9}
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +38,12 @@ def converted() -> Any:
     return hf.convert(tiny_model(**LAYERS), max_batch_size=1, max_seq_len=256, attention_only=False)
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(1000 * length + seed)
-    return [rng.randrange(512) for _ in range(length)]
-
-
 @torch.no_grad()
 def assert_greedy(original: Any, request: Request) -> None:
     """Each token is eager transformers' first choice after the tokens before it."""
     ids = torch.tensor([request.prompt + request.tokens[:-1]])
     want = original(ids, use_cache=False).logits[0, len(request.prompt) - 1 :].argmax(-1)
     assert want.tolist() == request.tokens
-
-
-def alone(model: Any, ids: list[int], **options: Any) -> list[int]:
-    batch = hf.RunningBatch(model, slots=1, prefill_chunk=48)
-    return list(batch.submit(ids, **options))
 
 
 def test_forty_requests_through_eight_slots_get_the_tokens_that_each_gets_alone(original: Any, either: Any) -> None:
@@ -109,6 +95,28 @@ def test_a_slot_shows_nothing_of_the_request_before(original: Any, converted: An
     batch.run()
     assert_greedy(original, long)
     assert_greedy(original, short)
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "prefill_chunk"), [(1, 16), (8, 256), (40, 64), (40, 1000), (64, 256), (100, 129), (255, 300)]
+)
+def test_slots_shorter_than_a_chunk_of_prefill(
+    max_seq_len: int, prefill_chunk: int, original: Any, converted: Any
+) -> None:
+    """A slot holds whole pages, and a step may fill it."""
+    batch = hf.RunningBatch(converted, slots=2, prefill_chunk=prefill_chunk, max_seq_len=max_seq_len)
+    assert batch.max_seq_len == 256
+    requests = [batch.submit(prompt(n), max_new_tokens=3) for n in (100, 60, 20, 253)]
+    batch.run()
+    for request in requests:
+        assert_greedy(original, request)
+
+
+def test_a_short_cache_takes_as_many_tokens_in_a_step_as_it_holds(original: Any, converted: Any) -> None:
+    ids = torch.tensor([prompt(100)])
+    cache = hf.new_cache(converted, max_batch_size=1, max_seq_len=40)
+    got = converted(ids, past_key_values=cache).logits
+    torch.testing.assert_close(got, original(ids, use_cache=False).logits, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("backend", [None, "dsv4"])
@@ -305,7 +313,7 @@ class TestRequests:
         waiting = batch.submit(prompt(30), max_new_tokens=4)
         batch.step()
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="device"):
-            patch.setattr(batch, "_run_decode", lambda requests: (_ for _ in ()).throw(RuntimeError("device")))
+            patch.setattr(batch, "_run_decode", lambda decoding: (_ for _ in ()).throw(RuntimeError("device")))
             batch.step()
         assert [request.state for request in running] == ["failed", "failed"] and waiting.state == "waiting"
         batch.run()
@@ -353,28 +361,3 @@ def test_models_and_sizes_that_cannot_run_are_refused(original: Any, converted: 
     ):
         with pytest.raises(ValueError, match=code):
             hf.RunningBatch(model, **SIZES | options)
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (1.5, 6, 0.7)]
-)
-def test_probabilities_are_those_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
-    """Uniform numbers of even distance choose each token as often as its probability says."""
-    count, logits = 20_000, 2 * torch.randn(1, 12)
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    if top_k:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p))
-    want = warpers(torch.zeros(1, 1, dtype=torch.long), logits).softmax(-1)[0]
-    numbers = torch.tensor([[temperature, top_k, top_p, 0.0]]).repeat(count, 1)
-    numbers[:, 3] = (torch.arange(count) + 0.5) / count
-    found = Counter(choose_tokens(logits.expand(count, -1), numbers).tolist())
-    got = torch.tensor([found[i] / count for i in range(12)])
-    torch.testing.assert_close(got, want, atol=2 / count, rtol=0)
-
-
-def test_greedy_rows_and_a_uniform_number_that_rounds_to_one() -> None:
-    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]]).repeat(2, 1)
-    numbers: Tensor = torch.tensor([[0.0, 0.0, 1.0, 0.9], [1.0, 3.0, 1.0, 1.0 - 2**-53]])
-    assert choose_tokens(logits, numbers).tolist() == [1, 3]
