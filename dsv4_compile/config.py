@@ -14,11 +14,13 @@ from .errors import check, fail
 
 SWA, CSA, HCA = "swa", "csa", "hca"
 _KIND_OF_RATIO = {1: SWA, layout.CSA_RATIO: CSA, layout.HCA_RATIO: HCA}
-_RATIO_OF_LAYER_TYPE = {
+RATIO_OF_LAYER_TYPE = {
     "sliding_attention": 1,
     "compressed_sparse_attention": layout.CSA_RATIO,
     "heavily_compressed_attention": layout.HCA_RATIO,
 }
+LAYER_TYPES = {ratio: name for name, ratio in RATIO_OF_LAYER_TYPE.items()}
+"""transformers' names of the compress ratios."""
 
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 """Turns over the original context between which YaRN interpolates, where a configuration has none or 0."""
@@ -200,7 +202,7 @@ def _from_hf(cls: type[DeepseekV4Config], raw: Mapping[str, Any]) -> DeepseekV4C
 
 def _ratios(raw: Mapping[str, Any]) -> tuple[int, ...]:
     rates = raw.get("compress_rates") or {}
-    expected = {name: ratio for name, ratio in _RATIO_OF_LAYER_TYPE.items() if ratio > 1}
+    expected = {name: ratio for name, ratio in RATIO_OF_LAYER_TYPE.items() if ratio > 1}
     for name, ratio in rates.items():
         check(expected.get(name, ratio) == ratio, "E205", got=f"compress_rates[{name!r}]={ratio}")
     if raw.get("compress_ratios") is not None:
@@ -208,9 +210,9 @@ def _ratios(raw: Mapping[str, Any]) -> tuple[int, ...]:
     types = raw.get("layer_types")
     if types is None:
         fail("E205", got="a configuration without compress_ratios or layer_types", fix="pass the model's config.json")
-    unknown = sorted(set(types) - set(_RATIO_OF_LAYER_TYPE))
-    check(not unknown, "E205", got=f"layer_types with {unknown}", fix=f"known types are {sorted(_RATIO_OF_LAYER_TYPE)}")
-    return tuple(_RATIO_OF_LAYER_TYPE[t] for t in types)
+    unknown = sorted(set(types) - set(RATIO_OF_LAYER_TYPE))
+    check(not unknown, "E205", got=f"layer_types with {unknown}", fix=f"known types are {sorted(RATIO_OF_LAYER_TYPE)}")
+    return tuple(RATIO_OF_LAYER_TYPE[t] for t in types)
 
 
 def _rope_fields(raw: Mapping[str, Any], head_dim: int, default: DeepseekV4Config) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ..selection import proven
 from ..sizes import check_optional_size, check_size
 from . import layers, split
 from .cache import PagedCache
+from .expected import READ, READ_HEAD, check_layers, check_model, check_untied
 from .guards import REPEATS, STATE, TENSORS
 from .kinds import Repeated
 from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, cache_like, hf
@@ -46,6 +47,8 @@ _NOT_ADOPTED: Mapping[str, Any] = {
     REPEATS: (),
 }
 """Attributes of a decoder stack, as they are before its first call."""
+_OF_LAYER = ("dsv4", "dsv4_weights", *layers.OWN_MATRICES)
+"""Attributes that converted modules of layers have."""
 OPS = ("moe_experts", "moe_route", "mhc_pre", "mhc_boundary", "mhc_head")
 """Ops that stand for what surrounds attention."""
 
@@ -130,16 +133,17 @@ def convert(
     )
     if not attention_only and (why := why_unproven_around_attention(device)):
         _log.warning("experts, routers and hyper-connections on %s: %s; attention_only=True leaves them", device, why)
-    for layer in model.model.layers:
+    config = DeepseekV4Config.from_hf(model.config)
+    check_layers(model.model.layers, config)
+    for i, layer in enumerate(model.model.layers):
         if merge_adapters:
             _merge_adapters(layer.self_attn if attention_only else layer)
-        _check_readable(f"layer {layer.self_attn.layer_idx}", layer.self_attn)
+        _check_readable(f"layer {i}", layer.self_attn)
         if not attention_only:
-            _check_readable(f"layer {layer.self_attn.layer_idx}", layer, layers.READ)
-            layers.check_layer(layer)
-    if not attention_only:
-        _check_readable("the model", model.model, layers.READ_HEAD)
-    config = DeepseekV4Config.from_hf(model.config)
+            _check_readable(f"layer {i}", layer, READ)
+    _check_readable("the model", model.model, ("rotary_emb",) if attention_only else ("rotary_emb", *READ_HEAD))
+    check_model(model.model, config, attention_only=attention_only)
+    check_untied(model.model.layers, attention_only=attention_only)
     ranks = None if mesh is None else Ranks.of(mesh)
     in_step = None
     if ranks is not None:
@@ -168,10 +172,12 @@ def convert(
         weights.ours.ranks = ranks
     swaps = _COMPILABLE if attention_only else _COMPILABLE | layers.SWAPS
     _swap_classes(model, swaps if ranks is None else swaps | {hf.DeepseekV4ForCausalLM: split.SplitForCausalLM})
+    for weights in shared:
+        weights.watch()
     if ranks is not None:
         split.place_experts(model, ranks, expert_layout)
     read = None if attention_only else layers.ReadParts(model.model)
-    settings = ReadSettings(model.model, *((), ()) if attention_only else (layers.READ, layers.READ_HEAD))
+    settings = ReadSettings(model.model, config, attention_only=attention_only)
     model.model.__dict__.update(
         dsv4_cache=cache, dsv4_read=read, dsv4_settings=settings, dsv4_in_step=in_step, **_NOT_ADOPTED
     )
@@ -194,12 +200,11 @@ def revert(model: Any) -> Any:
         why="this rank has a part of its weights",
         fix="load it again",
     )
-    if model.model.dsv4_read is not None:
-        for layer in model.model.layers:
-            layer.mlp.forget()
-    _swap_classes(model, _ORIGINAL)
-    for layer in model.model.layers:
-        del layer.self_attn.__dict__["dsv4"], layer.self_attn.__dict__["dsv4_weights"]
+    for root in (model, *model.model.dsv4_settings.layers):  # also layers that were removed
+        _swap_classes(root, _ORIGINAL)
+        for module in root.modules():
+            for name in _OF_LAYER:
+                vars(module).pop(name, None)
     for module in (model, model.model):
         module._compiled_call_impl = None  # compiled for one graph, which the original forward is not
     for name in ("dsv4_cache", "dsv4_read", "dsv4_settings", "dsv4_in_step", *_NOT_ADOPTED):

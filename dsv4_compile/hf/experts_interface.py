@@ -23,7 +23,7 @@ from ..reference.moe.moe_experts import clamped_swiglu
 
 NAME = "dsv4"
 """The name that `experts_implementation` takes."""
-_FLAGS: dict[str, tuple[Any, str]] = {
+FLAGS: dict[str, tuple[Any, str]] = {
     "has_gate": (True, "no gate"),
     "has_bias": (False, "biases"),
     "has_post_expert_norm": (False, "a norm of their results"),
@@ -113,7 +113,7 @@ def _run(experts: type, module: _StandIn) -> Tensor:
 
 def why_unsupported(module: Any, gate: Gate) -> str:
     """Return why the op does not compute what a module of experts with this gate computes, or ""."""
-    for name, (value, what) in _FLAGS.items():
+    for name, (value, what) in FLAGS.items():
         if getattr(module, name, value) is not value:
             return what
     if getattr(module, "activation_scheme", "dynamic") == "static":

@@ -15,32 +15,15 @@ from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from ..errors import check
-from ..layout import WEIGHT_TILE
 from ..modules.stacked import are_rows, as_rows
 from ..parallel import Ranks, all_reduce
+from .expected import CALLED, READ, READ_HEAD
 from .shared_weights import ReadModules
 
 hf: Any = modeling_deepseek_v4
 """Module of transformers, untyped because its submodules have the type `Tensor | Module`."""
 
 _ops: Any = torch.ops.dsv4
-READ = (
-    "attn_hc",
-    "attn_hc.input_norm",
-    "ffn_hc",
-    "ffn_hc.input_norm",
-    "input_layernorm",
-    "post_attention_layernorm",
-    "mlp.experts",
-    "mlp.shared_experts",
-    "mlp.shared_experts.gate_proj",
-    "mlp.shared_experts.up_proj",
-    "mlp.shared_experts.down_proj",
-)
-"""Modules of a decoder layer whose parameters are read, and which are not called."""
-READ_HEAD = ("norm", "hc_head.input_norm")
-"""Modules of the decoder stack that are read."""
-FIX = "convert(model, attention_only=True) leaves everything but attention to transformers"
 
 
 class CompilableDecoderLayer(hf.DeepseekV4DecoderLayer):
@@ -74,12 +57,12 @@ class CompilableHead(hf.DeepseekV4HyperHead):
         return out.view(*x.shape[:2], -1)
 
 
-def _route(router: Any, x: Tensor, bias: Tensor | None, *table: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _route(router: Any, x: Tensor, bias: Tensor | None, *table: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits `[T, E]` for who records them, weights float32 `[T, K]` and ids int32 `[T, K]`."""
     flat = x.reshape(-1, router.hidden_dim)
     # In a graph the logits are computed only if they are recorded.
     logits = torch.nn.functional.linear(flat, router.weight)
-    ids, weights = _ops.moe_route(flat, router.weight, bias, *table, router.top_k, router.routed_scaling_factor)
+    ids, weights = _ops.moe_route(flat, router.weight, bias, *table, router.routed_scaling_factor)
     return logits, weights, ids
 
 
@@ -88,7 +71,7 @@ class CompilableTopKRouter(hf.DeepseekV4TopKRouter):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits, weights and ids, see `_route`."""
-        return _route(self, hidden_states, self.e_score_correction_bias.float(), None, None)
+        return _route(self, hidden_states, self.e_score_correction_bias.float(), None, None, self.top_k)
 
 
 class CompilableHashRouter(hf.DeepseekV4HashRouter):
@@ -96,7 +79,11 @@ class CompilableHashRouter(hf.DeepseekV4HashRouter):
 
     def forward(self, hidden_states: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits, weights and ids, see `_route`."""
-        return _route(self, hidden_states, None, input_ids.reshape(-1), self.tid2eid)
+        return _route(self, hidden_states, None, input_ids.reshape(-1), self.tid2eid, self.tid2eid.shape[1])
+
+
+OWN_MATRICES = ("shared_w13", "shared_w13_scale")
+"""Attributes of a `CompilableMoe` that are no parameters: matrices whose rows are those of the shared expert."""
 
 
 class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
@@ -145,11 +132,6 @@ class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
                 with torch.inference_mode(False), torch.no_grad():
                     self.__dict__[name] = as_rows(rows, None)
 
-    def forget(self) -> None:
-        """Drop the matrix, of which the parameters stay rows."""
-        for name in ("shared_w13", "shared_w13_scale"):
-            self.__dict__.pop(name, None)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompilableMoe:
         super()._apply(fn, recurse)
         self.arrange()
@@ -167,7 +149,7 @@ class ReadParts:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.moe = [layer.mlp for layer in model.layers]
-        self.modules = [ReadModules(f"layer {i}", layer, READ) for i, layer in enumerate(model.layers)]
+        self.modules = [ReadModules(f"layer {i}", layer, READ, CALLED) for i, layer in enumerate(model.layers)]
         self.modules.append(ReadModules("the model", model, READ_HEAD))
 
     def adopt(self) -> None:
@@ -194,40 +176,3 @@ SWAPS: dict[type, Any] = {
     hf.DeepseekV4SparseMoeBlock: CompilableMoe,
 }
 """Classes that `convert` swaps in for transformers', beside attention's and the model's own."""
-
-
-def why_unsupported(layer: Any) -> str:
-    """Return which module of a transformers decoder layer the ops do not stand for, or ""."""
-    modules = dict(layer.named_modules())
-    missing = [path for path in READ if path not in modules]
-    if missing:
-        return f"no {missing[0]}"
-    for hc, norm in ((layer.attn_hc, layer.input_layernorm), (layer.ffn_hc, layer.post_attention_layernorm)):
-        if hc.input_norm.eps != norm.variance_epsilon:
-            return f"norms with eps {hc.input_norm.eps} and {norm.variance_epsilon}"
-    experts, shared = layer.mlp.experts, layer.mlp.shared_experts
-    for path in ("gate_proj", "up_proj", "down_proj"):
-        linear = getattr(shared, path)
-        if getattr(linear, "bias", None) is not None:
-            return f"{path} of the shared expert with a bias"
-        if getattr(linear, "activation_scale", None) is not None:
-            return f"{path} of the shared expert with static input scales"
-    gate = shared.gate_proj.weight
-    if gate.dtype is torch.float8_e4m3fn and gate.shape[0] % WEIGHT_TILE:
-        return f"a shared expert of {gate.shape[0]} rows in e4m3, no multiple of {WEIGHT_TILE}"
-    if not hasattr(experts, "gate_up_proj") or not hasattr(experts, "limit"):
-        return f"experts of type {type(experts).__name__}"
-    if experts.limit != shared.limit:
-        return f"routed and shared experts with limits {experts.limit} and {shared.limit}"
-    one = torch.ones(())
-    for act_fn in (experts.act_fn, shared.act_fn):
-        if not torch.equal(act_fn(one), torch.nn.functional.silu(one)):
-            return f"an activation {type(act_fn).__name__}"
-    return ""
-
-
-def check_layer(layer: Any) -> None:
-    """Raise E208 for a decoder layer of transformers with modules that the ops do not stand for."""
-    why = why_unsupported(layer)
-    got = f"layer {layer.self_attn.layer_idx} with {why}"
-    check(not why, "E208", got=got, why="the experts' op is SwiGLU as DeepSeek-V4 defines it", fix=FIX)

@@ -20,7 +20,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..cache import LayerCache
-from ..errors import check, fail
+from ..errors import check
 from ..metadata import AttentionMetadata
 from ..runtime.repeated_layers import begin_layer, end_layer, marks_are_written_out, repeat_layer
 from ..sizes import check_optional_size
@@ -119,16 +119,10 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
 
     def compare(self) -> None:
         """Do what `adopt` does where something may have changed."""
+        self.dsv4_settings.check_layers()
         self.dsv4_settings.check()
-        for i, layer in enumerate(self.layers):
-            weights = layer.self_attn.__dict__.get("dsv4_weights")
-            if weights is None:
-                fail(
-                    "E208",
-                    got=f"layer {i} with an attention that was not converted",
-                    fix="replace modules before convert, or call dsv4_compile.hf.revert(model) first",
-                )
-            weights.adopt()
+        for layer in self.layers:
+            layer.self_attn.dsv4_weights.adopt()
         if self.dsv4_read is not None:
             self.dsv4_read.adopt()
 
@@ -244,7 +238,7 @@ def cache_like(
 ) -> PagedCache:
     """Allocate a cache like that of `model`, a `CompilableModel`, with other capacities if they are given."""
     own: PagedCache = model.dsv4_cache
-    limit = model.layers[0].self_attn.dsv4.max_seq_len
+    limit = own.paged.max_seq_len
     rows = check_optional_size("max_batch_size", max_batch_size) or own.paged.max_batch_size
     length = check_optional_size("max_seq_len", max_seq_len) or own.paged.max_seq_len
     step_tokens = check_optional_size("max_step_tokens", max_step_tokens) or own.paged.max_step_tokens

@@ -7,6 +7,8 @@ never reach it, and hooks or adapters of those modules would never run.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Collection
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import version_of
+from ..config import DeepseekV4Config
 from ..errors import check, fail
 from ..loading import hf_name
 from ..modules import DeepseekV4Attention
+from .expected import check_untied, held_values, hf
 
 
 class _Shared(NamedTuple):
@@ -32,30 +36,46 @@ class _Shared(NamedTuple):
 
 
 class _Module(NamedTuple):
-    """One submodule of transformers, of which only parameters are used."""
+    """One submodule of transformers, and its class: None for one that is called, whose class may change."""
 
     name: str
     siblings: dict[str, nn.Module | None]
     key: str
     module: nn.Module
+    kind: type | None
 
 
 class ReadModules:
-    """Submodules of `source` whose parameters a converted module reads and which it never calls: all, or `paths`."""
+    """Submodules of `source` whose parameters a converted module reads and which it never calls: all, or `paths`.
 
-    def __init__(self, layer: str, source: Any, paths: Collection[str] | None = None) -> None:
+    Those at the paths in `called` are called, but hold others, so they must stay where they are too.
+    """
+
+    def __init__(
+        self, layer: str, source: Any, paths: Collection[str] | None = None, called: Collection[str] = ()
+    ) -> None:
         self.layer = layer
         self.modules = [
-            _Module(name, source.get_submodule(name.rpartition(".")[0])._modules, name.rpartition(".")[2], module)
-            for name, module in source.named_modules()
-            if name and (paths is None or name in paths)
+            _Module(
+                name,
+                source.get_submodule(name.rpartition(".")[0])._modules,
+                name.rpartition(".")[2],
+                module,
+                None if name in called else type(module),
+            )
+            for name, module in source.named_modules(remove_duplicate=False)
+            if name and (paths is None or name in paths or name in called)
         ]
 
     def check(self) -> None:
         """Raise E208 for a module that was replaced, or that returns more than its weights say."""
-        for name, siblings, key, module in self.modules:
+        for name, siblings, key, module, kind in self.modules:
             if siblings.get(key) is not module:
                 self.refuse(name, f"was replaced by a {type(siblings.get(key)).__name__}")
+            if kind is None:
+                continue
+            if type(module) is not kind:
+                self.refuse(name, f"became a {type(module).__name__}")
             if addition := _addition(module):
                 self.refuse(name, f"has {addition}")
 
@@ -83,34 +103,40 @@ class _Frequencies(NamedTuple):
 class ReadSettings:
     """Numbers outside of parameters that a converted model has read once and transformers reads at every call."""
 
-    CONFIG = ("sliding_window", "hc_mult", "o_groups")
-    AROUND = ("variance_epsilon", "eps", "limit", "act_fn")
-    MODULES = (
-        *("variance_epsilon", "eps", "scaling", "sliding_window", "index_topk", "compress_rate", "softmax_scale"),
-        *("weights_scaling", "main_attention_scaling", "compress_attention_scaling", "num_heads", "head_dim"),
-    )
-
-    def __init__(self, model: Any, around: Collection[str], head: Collection[str]) -> None:
-        """Read `model`, a decoder stack; `around` are further modules of its layers, and `head` of itself."""
-        owners = [("the model's config", model.config, self.CONFIG), ("rotary_emb", model.rotary_emb, self.MODULES)]
-        owners += [(path, model.get_submodule(path), self.AROUND) for path in head]
-        for i, layer in enumerate(model.layers):
-            modules = layer.self_attn.named_modules(prefix="self_attn")
-            owners += [(f"{path} of layer {i}", module, self.MODULES) for path, module in modules]
-            owners += [(f"{path} of layer {i}", layer.get_submodule(path), self.AROUND) for path in around]
-        self.held = [
-            (what, owner, name, getattr(owner, name))
-            for what, owner, names in owners
-            for name in names
-            if hasattr(owner, name)
-        ]
+    def __init__(self, model: Any, config: DeepseekV4Config, *, attention_only: bool) -> None:
+        """Read `model`, a decoder stack that runs with `config`."""
+        self.model, self.attention_only = model, attention_only
+        self.layers = list(model.layers)
+        self.attentions = [layer.self_attn for layer in self.layers]
+        self.held = list(held_values(model, config, attention_only=attention_only))
         self.rotary = ReadModules("the model", model, ("rotary_emb",))
+        rotaries = [("rotary_emb", model.rotary_emb)]
+        for i, attention in enumerate(self.attentions):
+            modules = attention.named_modules(prefix="self_attn")
+            rotaries += [(f"{path} of layer {i}", module) for path, module in modules if path.endswith("rotary_emb")]
         self.frequencies = [
             _Frequencies(what, owner._buffers, name, buffer.clone(), buffer, version_of(buffer))
-            for what, owner, _ in owners[1:]
-            for name, buffer in getattr(owner, "_buffers", {}).items()
+            for what, owner in rotaries
+            for name, buffer in owner._buffers.items()
             if name.endswith("inv_freq") and buffer is not None
         ]
+
+    def check_layers(self) -> None:
+        """Raise E208 unless the decoder stack has layers that were converted, once each, with their attention."""
+        converted = {id(layer): i for i, layer in enumerate(self.layers)}
+        fix = "replace modules before convert, or call dsv4_compile.hf.revert(model) first"
+        check(bool(len(self.model.layers)), "E208", got="a model without layers", fix=fix)
+        seen: dict[int, int] = {}
+        for i, layer in enumerate(self.model.layers):
+            at = converted.get(id(layer))
+            attention = getattr(layer, "self_attn", None)
+            if at is None or attention is not self.attentions[at]:
+                got = f"layer {i} with an attention that was not converted"
+                fail("E208", got=got if at is not None else f"{got}, in a {type(layer).__name__}", fix=fix)
+            if not isinstance(attention, hf.DeepseekV4Attention):
+                fail("E208", got=f"layer {i} with an attention that became a {type(attention).__name__}", fix=fix)
+            check(seen.setdefault(at, i) == i, "E208", got=f"layers {seen[at]} and {i}, which are one", fix=fix)
+        check_untied(self.model.layers, attention_only=self.attention_only)
 
     def check(self) -> None:
         """Raise E208 for a number that has changed. Synchronises if RoPE frequencies were written or moved."""
@@ -124,7 +150,7 @@ class ReadSettings:
             self.frequencies[i] = each._replace(seen=buffer, version=version_of(buffer))
         for what, owner, name, value in self.held:
             now = getattr(owner, name, None)
-            if now != value:
+            if now is not value and (isinstance(now, Tensor) or now != value):
                 _changed(f"{name}={now}", f"{what}, converted with {value}")
 
 
@@ -160,8 +186,8 @@ class SharedWeights:
     def __init__(self, source: Any, ours: DeepseekV4Attention) -> None:
         self.layer = f"layer {ours.layer_idx}"
         self.ours = ours
-        self.modules = ReadModules(self.layer, source)
-        left = {name for name, _ in source.named_parameters()}
+        self.source = source
+        left = {name for name, _ in source.named_parameters(remove_duplicate=False)}
         self.shared: list[_Shared] = []
         for name, parameter in list(ours.named_parameters()):
             theirs = hf_name(name)
@@ -178,6 +204,10 @@ class SharedWeights:
             self.shared.append(_Shared(theirs, held, leaf, owner, own_leaf, replacement, 0))
         unused = ", ".join(sorted(left))
         check(not left, "E207", got=f"parameters of {self.layer} that no op uses: {unused}")
+
+    def watch(self) -> None:
+        """Record the modules of `source`, in the classes that conversion has given them."""
+        self.modules = ReadModules(self.layer, self.source)
 
     def settle(self) -> None:
         """Record where the parameters are now, after they were stacked or converted in place."""
@@ -225,11 +255,21 @@ def _addition(module: nn.Module) -> str:
     """
     if module._forward_hooks or module._forward_pre_hooks:
         return "forward hooks"
-    if "forward" in module.__dict__:
-        return "a forward of its own"
+    if shadowed := _methods(type(module)).intersection(vars(module)):
+        return f"a {min(shadowed)} of its own"
     if "base_layer" in module._modules:
         return "an adapter"
     return "parametrised parameters" if "parametrizations" in module._modules else ""
+
+
+@functools.cache
+def _methods(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names of the methods that a class of modules has and `nn.Module` need not have."""
+    return frozenset(name for name in dir(kind) if name == "forward" or _is_added(kind, name))
+
+
+def _is_added(kind: type[nn.Module], name: str) -> bool:
+    return inspect.isroutine(getattr(kind, name, None)) and not hasattr(nn.Module, name)
 
 
 def _check_stored_alike(theirs: Tensor, ours: Tensor, name: str) -> None:

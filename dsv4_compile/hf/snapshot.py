@@ -58,7 +58,7 @@ class Snapshot:
         for _, owner, name, value in model.dsv4_settings.held:
             if vars(owner).get(name, self) is value:
                 self._hold(vars(owner), name)
-            elif vars(owner).get("_modules", {}).get(name) is not value:
+            elif not isinstance(owner, nn.Module):  # a module has others in containers and in its class
                 self.settings.append((owner, name, value))
         for module in self.modules:
             for name in self.watched.intersection(vars(module)):

@@ -13,7 +13,7 @@ from transformers import DeepseekV4ForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from dsv4_compile import hf
-from dsv4_compile.hf import layers
+from dsv4_compile.hf import expected, layers
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.reference.moe.expert_weights import dequantize_expert
 from tests.hf.small import LAYERS, assert_records_what_eager_records, close, quantise_at_random, random_ids
@@ -94,7 +94,7 @@ def test_a_weight_that_is_replaced_is_used(original: Any, converted: Any, name: 
     close(logits(copied, ids), logits(other, ids, use_cache=False))
 
 
-@pytest.mark.parametrize("path", [*(f"model.layers.1.{path}" for path in layers.READ), "model.norm"])
+@pytest.mark.parametrize("path", [*(f"model.layers.1.{path}" for path in expected.READ), "model.norm"])
 def test_hooks_of_modules_that_are_not_called_are_refused(path: str) -> None:
     model = tiny_model(**LAYERS)
     handle = model.get_submodule(path).register_forward_hook(lambda *args: None)

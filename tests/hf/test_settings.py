@@ -71,7 +71,7 @@ def test_a_setting_around_attention_is_refused_if_it_was_read_once_and_used_if_n
 def test_experts_with_two_limits_are_not_converted(original: Any) -> None:
     model = copy.deepcopy(original)
     model.model.layers[1].mlp.shared_experts.limit = 0.1
-    with pytest.raises(ValueError, match=r"E208[\s\S]*limits"):
+    with pytest.raises(ValueError, match=r"E208[\s\S]*got   limit=0.1 of mlp.shared_experts of layer 1"):
         hf.convert(model, max_batch_size=1, max_seq_len=128, attention_only=False)
 
 
