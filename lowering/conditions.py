@@ -30,7 +30,7 @@ def backend_lacks(call: Call, *, fp8: bool = False, predicated: bool = False) ->
 def cannot_transform(call: Call) -> str:
     """Why a Hadamard transform cannot be lowered, where the call asks for one."""
     if call.arguments.get("hadamard") and call.codegen == "cpp":
-        return "in C++ a Hadamard transform is faster as a product of matrices"
+        return "in C++ a Hadamard transform is faster as calls of torch"
     return ""
 
 

@@ -10,6 +10,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 from dsv4_compile.cpu import native
 from dsv4_compile.testing import poisoned_empty
+from tests.gemm_orders import by_size
 from tests.quick_compiler import COMPILER, quicken_if_imported
 
 if not torch.cuda.is_available():
@@ -69,6 +71,7 @@ COMPILED = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="other random inputs for every test (default: 0)")
+    parser.addoption("--gemms-by-size", action="store_true", help="see tests/gemm_orders.py")
     parser.addoption("--compile", choices=("changed", "all", "record"), help="see tests/tools/compiled_facts.py")
     parser.addoption("--steps", type=int, default=500, help="random decode steps of tests/gpu (default: 500)")
 
@@ -171,6 +174,13 @@ def seed(request: pytest.FixtureRequest) -> int:
 def calls_of_torch() -> None:
     """Leave C++ kernels for CPUs to their own tests: others compare bits of ops, some after a graph was compiled."""
     native._state["loaded"] = None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gemms(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--gemms-by-size`, sum every GEMM of torch in an order that its sizes decide."""
+    with by_size() if request.config.option.gemms_by_size else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

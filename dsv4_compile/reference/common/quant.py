@@ -87,12 +87,18 @@ def dequantize_mxfp4(packed: Tensor, byte: Tensor) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Orthonormal Hadamard transform of the last dim (a power of two), Sylvester order. float32 in and out."""
+    """Orthonormal Hadamard transform of the last dim (a power of two), Sylvester order. float32 in and out.
+
+    A butterfly of additions: a vector's bits depend on that vector alone, where a GEMM may sum one row and several in
+    different orders.
+    """
     n = x.shape[-1]
-    matrix = torch.ones(1, 1, dtype=torch.float32, device=x.device)
-    while matrix.shape[0] < n:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    return (x.float() @ matrix) * n**-0.5
+    y = x.float().reshape(-1, n).t().contiguous()  # vectors are columns: every addition is over contiguous memory
+    for _ in range(n.bit_length() - 1):
+        # Pairs n/2 apart become neighbours: after log2(n) stages the index bits are back in their order.
+        low, high = y.unflatten(0, (2, -1)).unbind(0)
+        y = torch.stack((low + high, low - high), dim=1).flatten(0, 1)
+    return (y * n**-0.5).t().reshape(x.shape)
 
 
 def rounded_hadamard(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.reference.common import quant
 from dsv4_compile.testing import assert_bitwise, refuse_synchronization, scalar
+from tests.gemm_orders import by_size
 
 
 def all_bfloat16(low: float) -> Tensor:
@@ -163,6 +164,17 @@ def test_hadamard_has_the_signs_of_the_sylvester_matrix_and_is_its_own_inverse(n
     torch.testing.assert_close(quant.hadamard(torch.eye(n)), signs * n**-0.5, rtol=1e-6, atol=0)
     x = torch.randn(3, n)
     torch.testing.assert_close(quant.hadamard(quant.hadamard(x)), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hadamard_of_a_vector_has_its_bits_whatever_is_transformed_with_it(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 5, 128).to(dtype)
+    with by_size():
+        whole = quant.hadamard(x)
+        for shape in ((0, 128), (1, 128), (2, 128), (4, 1, 128)):
+            part = x.view(-1, 128)[: math.prod(shape[:-1])].view(shape)
+            assert_bitwise(quant.hadamard(part), whole.view(-1, 128)[: part.numel() // 128].view(shape))
+        assert not torch.equal(x[0, :1].float() @ x[1].float().t(), (x[0].float() @ x[1].float().t())[:1])
 
 
 def test_nothing_waits_for_the_device() -> None:
