@@ -15,6 +15,8 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 TIMEOUT = 1500
+NEAR_TIE = 0.2
+"""Logarithm of the ratio of two probabilities that roundings may exchange: logits of bfloat16 are 1/16 apart here."""
 
 
 @dataclass
@@ -102,3 +104,20 @@ def final_errors(folder: Path, ours: str, theirs: str) -> Tensor:
     got, want = (torch.load(folder / name / "final.pt") for name in (ours, theirs))
     pairs = [(got[tokens].float(), want[tokens].float()) for tokens in got if tokens in want]
     return torch.stack([(a - b).norm() / b.norm() for a, b in pairs])
+
+
+def common_rows(ours: dict[str, Any], theirs: dict[str, Any]) -> int:
+    """Return how many rows two runs have in common: those of equal tokens up to and with their own.
+
+    A run feeds all tokens of its sequences but the last ones. Where a near tie chose other tokens, the rows after them
+    are not comparable; `final_errors` has all rows before.
+    """
+    fed = [{tuple(s[:n]) for s in run["sequences"] for n in range(1, len(s))} for run in (ours, theirs)]
+    return len(fed[0] & fed[1])
+
+
+def same_until_near_ties(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """Assert that tokens differ, if at all, from a token on whose probability is nearly that of another."""
+    for ours, theirs, margins in zip(got["tokens"], want["tokens"], want["margins"], strict=True):
+        first = next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
+        assert first is None or margins[first] <= NEAR_TIE, (first, margins[first])

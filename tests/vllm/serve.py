@@ -133,6 +133,7 @@ def serve(llm: Any, prompts: list[list[int]], job: dict[str, Any], broken: str) 
             # vLLM compiles a function of its own for log-probabilities.
             outputs += generate(llm, batch, job["new_tokens"], 2 if job["margins"] else None) if batch else []
     served: dict[str, Any] = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+    served["sequences"] = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
     if job["margins"]:
         served["margins"] = [[margin_of(token) for token in output.outputs[0].logprobs] for output in outputs]
     if llm.llm_engine.log_stats:

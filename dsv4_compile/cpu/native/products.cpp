@@ -141,7 +141,7 @@ void mhc_pre(const Mix* a) {
       const i64 first = g * BLOCK, count = std::min<i64>(BLOCK, a->tokens - first);
       const float* x[BLOCK];
       rows_from(x, a->streams + first * n * a->dim, n * a->dim, count);
-      products(x, count, fn.data(), rows, n * a->dim, mix.data(), rows);
+      dots(x, count, fn.data(), rows, n * a->dim, mix.data(), rows);
       for (i64 t = 0; t < count; ++t) mix_token(a, first + t, mix.data() + t * rows, rows, sums.data());
     }
   }
@@ -180,7 +180,7 @@ static void add_expert(const Experts* a, const Chosen& own, float* hidden) {
     const i64 wide = std::min<i64>(BLOCK, inner - i);
     rows_from(rows, own.w13 + i * dim, dim, wide);
     rows_from(rows + wide, own.w13 + (inner + i) * dim, dim, wide);
-    products(own.x.data(), count, rows, 2 * wide, dim, sums.data(), 2 * wide);
+    dots(own.x.data(), count, rows, 2 * wide, dim, sums.data(), 2 * wide);
     for (i64 n = 0; n < count; ++n)
       for (i64 j = 0; j < wide; ++j)
         hidden[n * inner + i + j] = swiglu(sums[n * 2 * wide + j], sums[n * 2 * wide + wide + j], limit);
@@ -190,7 +190,7 @@ static void add_expert(const Experts* a, const Chosen& own, float* hidden) {
   for (i64 d = 0; d < dim; d += BLOCK) {
     const i64 wide = std::min<i64>(BLOCK, dim - d);
     rows_from(rows, own.w2 + d * inner, inner, wide);
-    products(states.data(), count, rows, wide, inner, sums.data(), wide);
+    dots(states.data(), count, rows, wide, inner, sums.data(), wide);
     for (i64 n = 0; n < count; ++n)
       for (i64 j = 0; j < wide; ++j) own.out[n][d + j] += own.weights[n] * sums[n * wide + j];
   }
@@ -277,7 +277,7 @@ void moe_route(const Route* a) {
       const i64 first = g * BLOCK, count = std::min<i64>(BLOCK, a->tokens - first);
       const float* x[BLOCK];
       rows_from(x, a->x + first * a->dim, a->dim, count);
-      products(x, count, gate.data(), a->experts, a->dim, scores.data(), a->experts);
+      dots(x, count, gate.data(), a->experts, a->dim, scores.data(), a->experts);
       for (i64 t = 0; t < count; ++t) route_token(a, first + t, scores.data() + t * a->experts, order.data());
     }
   }
@@ -367,7 +367,7 @@ void matmul(const MatMul* a) {
     const i64 wide = std::min<i64>(BLOCK, a->columns - c);
     const float* rows[BLOCK];
     rows_from(rows, a->weight + c * a->dim, a->dim, wide);
-    products(x.data(), a->tokens, rows, wide, a->dim, a->out + c, a->out_stride);
+    dots(x.data(), a->tokens, rows, wide, a->dim, a->out + c, a->out_stride);
   }
 }
 

@@ -1,7 +1,8 @@
 // Sums of the CPU kernels: several at a time in registers, so that each value that is loaded counts more than once.
 //
 // A sum of a block is taken in the lanes of one vector, then over its lanes, then over what is left, whatever the size
-// of the block. So its rounding depends on its own two rows alone.
+// of the block: one row has the same bits alone and among others. `dot` has an order of its own, for sums that are
+// never part of a block.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -97,7 +98,7 @@ static void weighted_block(const float* weights, i64 stride, const float* const*
     }
 }
 
-// One sum, in parts that do not wait for each other.
+// One sum, in parts that do not wait for each other: not in the order of `dots`.
 static inline float dot(const float* a, const float* b, i64 n) {
   constexpr int PARTS = 8;
   Vector parts[PARTS] = {};
@@ -142,13 +143,6 @@ static inline void dots(const float* const* a, i64 rows, const float* const* b, 
     for (i64 r = 0; r < rows; r += BLOCK)
       blocks[std::min<i64>(BLOCK, rows - r) - 1][std::min<i64>(BLOCK, columns - c) - 1](a + r, b + c, n,
                                                                                      out + r * stride + c, stride);
-}
-
-// The same for activations and a weight. One row of activations waits for memory, which is faster in one stream.
-static inline void products(const float* const* x, i64 rows, const float* const* weight, i64 columns, i64 n, float* out,
-                            i64 stride) {
-  if (rows > 1) return dots(x, rows, weight, columns, n, out, stride);
-  for (i64 c = 0; c < columns * rows; ++c) out[c] = dot(x[0], weight[c], n);
 }
 
 // out[r], for at most WIDE_BLOCK rows, is the sum of `count` rows of n elements, each times its weight.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dsv4_compile.cpu.linear.mm import FEW_TOKENS as FEW_ROWS
 from dsv4_compile.cpu.moe.moe_experts import FEW_TOKENS
 from dsv4_compile.ops.common.define import EAGER, REFERENCES
 from dsv4_compile.testing import assert_bitwise
+from tests.gemm_orders import by_size
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
@@ -73,3 +76,46 @@ def test_ops_of_hyper_connections_and_experts_agree_in_every_block(tokens: int) 
         pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
         for one, other in pairs:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+def experts(tokens: int, count: int = 5) -> list[Any]:
+    ids, weights = torch.randint(-1, count, (tokens, 2), dtype=torch.int32), torch.rand(tokens, 2)
+    routed = torch.randn(count, 2 * 140, 300), torch.randn(count, 300, 140), None, None
+    return [torch.randn(tokens, 300), ids, weights, *routed, torch.randn(2 * 150, 300), torch.randn(300, 150)]
+
+
+def mix(tokens: int, rows: int, kinds: int) -> list[Any]:
+    return [torch.randn(tokens, 3, 300), torch.randn(rows, 900), torch.randn(rows), torch.rand(kinds), torch.rand(300)]
+
+
+def boundary(tokens: int) -> list[Any]:
+    streams, *weights = mix(tokens, 15, 3)
+    return [streams, torch.randn(tokens, 300), torch.rand(tokens, 3), torch.rand(tokens, 3, 3), *weights, 1e-6, 1e-6]
+
+
+BY_TOKEN: dict[str, tuple[Callable[[int], list[Any]], int]] = {
+    "moe_experts": (experts, 3),
+    "moe_route": (lambda tokens: [torch.randn(tokens, 300), torch.randn(9, 300), torch.randn(9), None, None, 2], 1),
+    "mhc_pre": (lambda tokens: [*mix(tokens, 15, 3), 1e-6, 1e-6], 1),
+    "mhc_head": (lambda tokens: [*mix(tokens, 3, 1), 1e-6, 1e-6], 1),
+    "mhc_boundary": (boundary, 4),
+    "grouped_linear": (lambda tokens: [torch.randn(tokens, 3 * 300), torch.randn(3 * 5, 300), 3], 1),
+}
+"""Arguments of each op for a number of tokens, and how many of the first are by token."""
+
+
+@pytest.mark.parametrize("tokens", [2, 7, FEW_ROWS])
+@pytest.mark.parametrize("op", BY_TOKEN)
+def test_a_token_has_its_bits_alone_and_in_a_batch(op: str, tokens: int) -> None:
+    arguments, by_token = BY_TOKEN[op]
+    args = arguments(tokens)
+
+    def run(rows: slice) -> list[Tensor]:
+        result = EAGER[op](*(each[rows] if place < by_token else each for place, each in enumerate(args)))
+        return list(result) if isinstance(result, tuple) else [result]
+
+    with by_size():
+        whole = run(slice(None))
+        for rows in (slice(0, 1), slice(tokens - 1, tokens), slice(1, 3), slice(0, tokens - 1)):
+            for got, want in zip(run(rows), whole, strict=True):
+                assert_bitwise(got, want[rows])
