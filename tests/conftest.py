@@ -183,6 +183,13 @@ def gemms(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def gemms_by_size() -> Iterator[None]:
+    """Run the test with GEMMs whose bits depend on their sizes."""
+    with by_size():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     """Forget compiled code after each test, so that no test uses up another's recompile limit."""

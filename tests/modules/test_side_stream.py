@@ -18,6 +18,7 @@ from dsv4_compile.errors import CompileError
 from dsv4_compile.modules import side_stream
 from dsv4_compile.modules.linear import Linear
 from dsv4_compile.modules.side_stream import join, select_on_side_stream
+from dsv4_compile.modules.stacked import Stack
 from dsv4_compile.testing import assert_bitwise
 from tests.modules.test_attention_backend import CONFIG, SYSTEMS, Serving, layer_of, random_counts
 
@@ -25,9 +26,17 @@ LAYERS = [("DSV4_PAGED", "fp8_ds_mla"), *SYSTEMS]
 
 
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), LAYERS)
-def test_a_layer_with_a_side_stream_equals_one_without(name: str, kv_cache_dtype: str, seed: int) -> None:
+def test_a_layer_with_a_side_stream_equals_one_without(
+    name: str, kv_cache_dtype: str, seed: int, gemms_by_size: None
+) -> None:
     rng, options = random.Random(seed), {"attention_backend": name, "kv_cache_dtype": kv_cache_dtype}
     without, with_it = (Serving(layer_of("csa", aux_stream=aux, **options)) for aux in (False, True))
+    for layer in (without.layer, with_it.layer):
+        # A side stream divides the GEMMs otherwise, and larger ones need not have their bits: one for each projection.
+        layer.hidden_stacks = torch.nn.ModuleList(Stack((each,)) for each in layer._hidden_projections())
+        layer.latent_stacks = torch.nn.ModuleList(Stack((each,)) for each in layer._latent_projections())
+        # Head weights are rounded by the GEMM or by an op: they are elements of hidden, exact in both.
+        torch.nn.init.eye_(layer.indexer.weights_proj.weight)
     for _ in range(3):
         counts = random_counts(rng)
         hidden = torch.randn(sum(counts) + rng.randint(0, 2), CONFIG.hidden_size).bfloat16()

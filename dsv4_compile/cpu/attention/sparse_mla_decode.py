@@ -51,15 +51,18 @@ def sparse_mla_decode(call: DecodeArguments) -> tuple[Tensor, Tensor]:
     if _takes(call, q):
         out, lse = _in_kernel(call, q)
         return _rotated_back(call, out), lse
-    whole = call.batch_invariant
-    selections = [_select(call.k_cache, call.block_size, call.indices[:tokens], call.lens[:tokens], whole)]
+    if call.batch_invariant and tokens > 1:
+        # A GEMM may sum in another order for another number of tokens, so each token has GEMMs of its size.
+        alone = [sparse_mla_decode(_token(call, t)) for t in range(tokens)]
+        return torch.cat([out for out, _ in alone]), torch.cat([lse for _, lse in alone])
+    selections = [_select(call.k_cache, call.block_size, call.indices[:tokens], call.lens[:tokens])]
     if call.extra_k_cache is not None and call.extra_indices is not None and call.extra_lens is not None:
         extra = call.extra_indices[:tokens], call.extra_lens[:tokens]
-        selections.append(_select(call.extra_k_cache, call.extra_block_size, *extra, whole))
+        selections.append(_select(call.extra_k_cache, call.extra_block_size, *extra))
     selections = [each for each in selections if each.slots.numel() > 0]
     parts: list[tuple[Tensor, Tensor]] = []
     if selections:
-        shares = tokens >= FEWEST_TOKENS and not whole
+        shares = tokens >= FEWEST_TOKENS
         step = max(FEWEST_TOKENS, ROWS_OF_A_TILE // heads) if shares else tokens
         for start in range(0, tokens, step):
             rows = slice(start, min(start + step, tokens))
@@ -71,6 +74,13 @@ def sparse_mla_decode(call: DecodeArguments) -> tuple[Tensor, Tensor]:
         parts.append((q.new_zeros(q.shape, dtype=torch.float32), lse))
     out, lse = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts, strict=True))
     return _rotated_back(call, out.to(output_dtype(q))), lse
+
+
+def _token(call: DecodeArguments, t: int) -> DecodeArguments:
+    """Return the call of token `t` alone."""
+    rows = "q", "indices", "lens", "extra_indices", "extra_lens", "positions"
+    tensors = {name: getattr(call, name) for name in rows}
+    return call._replace(**{name: each[t : t + 1] for name, each in tensors.items() if each is not None})
 
 
 def _rotated_back(call: DecodeArguments, out: Tensor) -> Tensor:
@@ -102,10 +112,10 @@ def _in_kernel(call: DecodeArguments, q: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _select(cache: Tensor, block_size: int, indices: Tensor, lens: Tensor, whole: bool) -> _Selection:
-    """Return the slots of one cache up to the longest row, all if they are wanted `whole`."""
+def _select(cache: Tensor, block_size: int, indices: Tensor, lens: Tensor) -> _Selection:
+    """Return the slots of one cache up to the longest row."""
     longest = int(lens.max()) if lens.shape[0] > 0 and cache.shape[0] > 0 else 0
-    slots = indices if whole and cache.shape[0] > 0 else indices[:, : max(longest, 0)]
+    slots = indices[:, : max(longest, 0)]
     valid = paging.valid_slots(slots, cache.shape[0], block_size) & (torch.arange(slots.shape[1]) < lens[:, None])
     return _Selection(cache, block_size, slots, valid)
 

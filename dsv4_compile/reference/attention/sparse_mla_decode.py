@@ -34,7 +34,8 @@ class DecodeArguments(NamedTuple):
         q_norm_eps: attend `q_norm_rope(q, ..., q_norm_eps)`; q is then the output of wq_b, not e4m3.
         inverse_rope: return `inv_rope(out, ...)`, of `out` rounded to its dtype.
         batch_invariant: make the bits of a token's result depend on its own row alone, not on the number of tokens or
-            on the widths W and K. The kernels guarantee it; this definition is as invariant as `torch.bmm`.
+            on the widths W and K. The kernels and the form for CPUs guarantee it; this definition is as
+            invariant as `torch.bmm`.
     """
 
     q: Tensor

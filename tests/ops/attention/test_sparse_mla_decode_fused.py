@@ -89,7 +89,7 @@ def test_outputs_go_into_given_buffers_of_any_strides() -> None:
         assert_bitwise(lse, want[1])
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
+def test_a_row_does_not_depend_on_its_batch(gemms_by_size: None) -> None:
     arguments = call(9, 3, **BF16) | {"q_norm_eps": EPS, "inverse_rope": True, "batch_invariant": True}
     out, lse = sparse_mla_decode(**arguments)
     rows = ("q", "indices", "lens", "extra_indices", "extra_lens", "positions")
