@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from . import layout
+from .checkpoints.config_fields import ATTENTION, ROPE, check_attention, check_fields, without_nulls
+from .checkpoints.json_text import read_json
+from .checkpoints.paths import shown
 from .errors import check, fail
 
 SWA, CSA, HCA = "swa", "csa", "hca"
@@ -34,6 +37,10 @@ class Yarn:
     original_max_position: int
     beta_fast: float = BETAS["beta_fast"]
     beta_slow: float = BETAS["beta_slow"]
+
+    def __post_init__(self) -> None:
+        names = {"original_max_position_embeddings": self.original_max_position}
+        check_fields({name: getattr(self, name, None) for name in ROPE} | names, ROPE, where="yarn with ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,7 @@ class DeepseekV4Config:
     max_position_embeddings: int = 1048576
 
     def __post_init__(self) -> None:
+        check_attention({name: getattr(self, name) for name in self.__slots__})
         object.__setattr__(self, "compress_ratios", tuple(max(1, int(r)) for r in self.compress_ratios))
         bad = sorted(set(self.compress_ratios) - set(_KIND_OF_RATIO))
         check(not bad, "E205", got=f"compress_ratios with {bad}", why="V4.1 and other variants are not supported")
@@ -159,9 +167,11 @@ class DeepseekV4Config:
 def _as_dict(source: Any) -> Mapping[str, Any]:
     if isinstance(source, (str, pathlib.Path)):
         path = pathlib.Path(source)
-        path = path / "config.json" if path.is_dir() else path
-        check(path.is_file(), "E205", got=f"no file {path}", fix="pass the path of a config.json or of its folder")
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        path = path / "config.json" if os.path.isdir(path) else pathlib.Path(os.path.realpath(path))
+        check(
+            os.path.isfile(path), "E205", got=f"no file {path}", fix="pass the path of a config.json or of its folder"
+        )
+        return read_json(path.parent, path)
     if isinstance(source, Mapping):
         return source
     if hasattr(source, "to_dict"):
@@ -171,7 +181,11 @@ def _as_dict(source: Any) -> Mapping[str, Any]:
 
 def _from_hf(cls: type[DeepseekV4Config], raw: Mapping[str, Any]) -> DeepseekV4Config:
     model_type = raw.get("model_type", "deepseek_v4")
-    check(model_type == "deepseek_v4", "E205", got=f"model_type={model_type!r}", fix="only deepseek_v4 is supported")
+    check(
+        model_type == "deepseek_v4", "E205", got=f"model_type={shown(model_type)}", fix="only deepseek_v4 is supported"
+    )
+    check_fields(raw, ATTENTION)
+    raw = without_nulls(raw)
     required = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     missing = [name for name in required if raw.get(name) is None]
     check(not missing, "E205", got=f"a configuration without {', '.join(missing)}", fix="pass the model's config.json")

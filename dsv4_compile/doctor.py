@@ -38,7 +38,7 @@ from .selection.checked import cache_folder, triton_cache_folder
 PYTHON_WINDOW = ((3, 10), (3, 13))
 OPTIONAL = {
     "transformers": ("hf", TRANSFORMERS_FIRST, "needed by dsv4_compile.hf and dsv4 demo"),
-    "safetensors": ("hf", (0, 4), "needed to load checkpoints"),
+    "safetensors": ("hf", (0, 4), "needed by transformers, to save models"),
     "depyf": ("debug", (0, 18), "needed to dump compiled code"),
     "rich": ("debug", (13, 0), "makes tables and progress bars"),
     "matplotlib": ("bench", (3, 5), "needed to draw plots"),

@@ -7,14 +7,19 @@ raises E207 with its name, before any parameter is written.
 
 from __future__ import annotations
 
-import json
+import os
 import pathlib
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .checkpoints.header import DTYPES, Source, Stored, read_header
+from .checkpoints.index import read_index, weight_files
+from .checkpoints.paths import folder_of
+from .checkpoints.reader import Reader
 from .errors import check, fail
 from .layout import WEIGHT_TILE, cdiv
 from .parallel.split import attention_split_of, part_of
@@ -45,6 +50,8 @@ HF_NAMES: dict[str, str] = {
 _E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SCALES = (torch.float32, _E8M0, torch.uint8)
+_NAN = 0xFF
+"""The byte of NaN in e8m0."""
 _HF_SUFFIX = {"weight": "weight", "scale": "weight_scale_inv"}
 
 
@@ -115,7 +122,19 @@ def _dequantize(weight: Tensor, scale: Tensor, name: str, scale_name: str) -> Te
     )
     _check_shape(scale, tuple(cdiv(size, WEIGHT_TILE) for size in weight.shape), scale_name)
     check(scale.dtype in _SCALES, "E207", got=f"{scale_name} of dtype {scale.dtype}", why="it scales an e4m3 weight")
+    check_scales(scale, scale_name)
     return dequantize_weight(weight, scale)
+
+
+def check_scales(scale: Tensor, name: str) -> None:
+    """Raise E207 for scales that are NaN, which is byte 255 in e8m0, or infinite."""
+    if scale.is_meta or not scale.numel():
+        return
+    if scale.dtype in (_E8M0, torch.uint8):
+        good = int(scale.view(torch.uint8).max()) < _NAN
+    else:
+        good = bool(scale.isfinite().all())
+    check(good, "E207", got=f"{name} with scales that are no numbers", why="weights times NaN are NaN")
 
 
 def as_parameter(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -123,6 +142,8 @@ def as_parameter(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
     Only floating weights may be rounded. Weights are not quantised here, and scales must be powers of two.
     """
+    if dtype is _E8M0 and value.dtype in _SCALES:
+        check_scales(value, name)
     if dtype is _E8M0 and value.dtype is torch.uint8:
         return value.view(_E8M0)
     if dtype is _E8M0 and value.dtype is torch.float32:
@@ -147,38 +168,50 @@ def as_parameter(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 def load_attention_from_safetensors(
     module: nn.Module, path: str | pathlib.Path, *, prefix: str, naming: str = "official"
 ) -> None:
-    """Run `load_attention` on a `.safetensors` file or a folder with `model.safetensors.index.json`.
+    """Run `load_attention` on a `.safetensors` file or a folder, with `model.safetensors.index.json` or without.
 
-    Only the tensors under `prefix` are read.
+    Only the tensors under `prefix` are read. Files are read as `hf.load` reads them: raises E209 for a damaged file or
+    index, and for a name or link that leaves the folder.
     """
+    found = list(_stored(folder_of(path), prefix))
+    total = sum(stored.nbytes for _, stored in found)
+    most = _MOST_BYTES * sum(parameter.numel() for parameter in module.parameters()) + _SLACK
+    check(total <= most, "E207", got=f"{total} bytes under {prefix} in {path}", why="the module has fewer weights")
     tensors: dict[str, Tensor] = {}
-    for name, tensor in _read_safetensors(pathlib.Path(path), prefix):
-        check(name not in tensors, "E207", got=f"{name} in two files of {path}")
-        tensors[name] = tensor
+    for source, group in groupby(found, lambda item: item[0]):
+        with Reader(source) as reader:
+            for _, stored in group:
+                check(stored.name not in tensors, "E207", got=f"{stored.name} in two files of {path}")
+                check(stored.dtype in DTYPES, "E207", got=f"{stored} of dtype {stored.dtype}")
+                tensors[stored.name] = reader.read(stored)
     load_attention(module, tensors, prefix=prefix, naming=naming)
 
 
-def _read_safetensors(path: pathlib.Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        fail("E101", got="safetensors is not installed", fix="pip install safetensors")
+_MOST_BYTES, _SLACK = 8, 1 << 20
+"""Bytes of a stored value at most, and bytes besides: scales and padding."""
+
+
+def _stored(path: pathlib.Path, prefix: str) -> Iterator[tuple[Source, Stored]]:
+    """Yield the tensors under `prefix` with the files to read them from."""
     for file in _files_with(path, prefix):
-        check(file.is_file(), "E207", got=f"no file {file}")
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118  (the handle is not a dict)
-                if name.startswith(prefix):
-                    yield name, handle.get_tensor(name)
+        check(os.path.isfile(file), "E207", got=f"no file {file}")
+        # A file that the caller names may be a link: nobody else chose where it leads.
+        named = pathlib.Path(os.path.realpath(file)) if file == path else file
+        tensors, source, problem = read_header(named.parent if file == path else path, named)
+        if problem is not None:
+            raise problem
+        if source is not None:
+            yield from ((source, stored) for name, stored in tensors.items() if name.startswith(prefix))
 
 
 def _files_with(path: pathlib.Path, prefix: str) -> list[pathlib.Path]:
     """Return the file, or the folder's files with tensors under `prefix`: all of them if there is no index."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return [path]
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        files = sorted(path.glob("*.safetensors"))
-        check(bool(files), "E207", got=f"no .safetensors in {path}")
-        return files
-    weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return [path / file for file in sorted({file for name, file in weight_map.items() if name.startswith(prefix)})]
+    index = read_index(path)
+    needed = {name: file for name, file in index.items() if name.startswith(prefix)}
+    if index and not needed:
+        return []
+    files = weight_files(path, needed)
+    check(bool(files), "E207", got=f"no .safetensors in {path}")
+    return files

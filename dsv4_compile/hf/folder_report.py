@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 
 from ..cache import CacheFormat, PagedCaches
+from ..checkpoints.header import Stored
 from ..config import CSA, HCA, SWA, DeepseekV4Config
 from ..errors import DSV4Error
 from ..parallel.split import split_of
-from .checkpoint import Checkpoint, Stored, read_checkpoint
+from .checkpoint import Checkpoint, read_checkpoint
 from .load import describe_drafts
 from .placement import Placement, place
 
@@ -62,15 +63,17 @@ def rows(path: str | Path) -> list[Row]:
         whole = [] if fault.code == "E209" else [Row("folder", str(path))]
         return [*whole, _problem(fault)]
     found = [_folder(checkpoint)]
-    problems = list(checkpoint.problems)
+    problems, count = list(checkpoint.problems.kept), checkpoint.problems.count
     try:
         placement = place(checkpoint)
-        problems += placement.problems
+        problems += placement.problems.kept
+        count += placement.problems.count
         found += [*_model(checkpoint), *_kinds(checkpoint), *_memory(checkpoint, placement)]
     except DSV4Error as fault:
         problems.insert(0, fault)
+        count += 1
     shown = [_problem(fault) for fault in problems[:MOST_PROBLEMS]]
-    left = len(problems) - len(shown)
+    left = count - len(shown)
     return found + shown + ([Row("more", f"{left} problems like these", "fix")] if left else [])
 
 

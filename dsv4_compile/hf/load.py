@@ -1,7 +1,7 @@
 """Loading of a checkpoint folder into a converted model (`load`), tensor by tensor to its final place on the device.
 
 Everything that headers can tell is checked before anything is allocated. Then parameters are allocated, those that
-convert stacks as rows of one matrix, and filled file by file: a file is mapped, and its tensors are copied one by one.
+convert stacks as rows of one matrix, and filled file by file, each tensor by reads into its memory.
 """
 
 from __future__ import annotations
@@ -10,29 +10,31 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from .. import progress
 from ..cache import CacheFormat, PagedCaches
+from ..checkpoints.header import DTYPES, Source, Stored
+from ..checkpoints.reader import Reader, read_ahead
 from ..config import DeepseekV4Config
-from ..errors import check, error, fail
-from ..loading import hf_name
+from ..errors import DSV4Error, check, error
+from ..loading import check_scales, hf_name
 from ..modules import DeepseekV4Attention
 from ..modules.linear import Linear
 from ..parallel import Ranks, watchdog
 from ..reference.moe.expert_weights import dequantize_expert
 from ..sizes import check_optional_size, check_size, free_memory
-from .checkpoint import Checkpoint, Stored, read_checkpoint
+from .checkpoint import Checkpoint, Problems, read_checkpoint
 from .convert import convert
-from .placement import Index, Placement, hf, place, targets
+from .model_config import generation_config
+from .placement import Piece, Placement, hf, place, targets
 from .split import check_splittable
 from .split_load import split_placement
 
@@ -98,12 +100,17 @@ def load(
         fix="load outside, and run the model inside",
     )
     checkpoint = read_checkpoint(path)
-    placement = place(checkpoint, dtype=dtype, dequantize=dequantize)
-    _raise_first(checkpoint, placement)
+    try:
+        placement = place(checkpoint, dtype=dtype, dequantize=dequantize)
+    except DSV4Error as fault:
+        if fault.code == "E207":  # missing layers or experts: files that are missing or damaged explain it
+            _raise_first(checkpoint.folder, checkpoint.problems)
+        raise
+    _raise_first(checkpoint.folder, checkpoint.problems, placement.problems)
     if mesh is not None:
         check_splittable(attention_only)
         split_placement(placement, Ranks.of(mesh), expert_layout)
-    generation = _generation_config(checkpoint.folder)
+    generation = generation_config(checkpoint.folder)
     ours = DeepseekV4Config.from_hf(placement.model.config)
     model_dtype = placement.model.config.dtype
     formats = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=model_dtype, hadamard=hadamard)
@@ -115,7 +122,7 @@ def load(
     if placement.tied is not None:
         _check_tied(checkpoint, placement.tied)
     allocate(placement, ours, place_on)
-    fill(placement, place_on)
+    fill(placement, checkpoint.sources, place_on)
     model.config.name_or_path = str(checkpoint.folder)
     model.generation_config = generation or model.generation_config
     options: dict[str, Any] = {
@@ -160,30 +167,17 @@ def _device(device: torch.device | str | None) -> torch.device:
     return found
 
 
-def _raise_first(checkpoint: Checkpoint, placement: Placement) -> None:
+def _raise_first(folder: Path, *groups: Problems) -> None:
     """Raise the first problem, with the number of the others."""
-    problems = [*checkpoint.problems, *placement.problems]
-    if not problems:
+    kept = [problem for group in groups for problem in group.kept]
+    count = sum(group.count for group in groups)
+    if not kept:
         return
-    first = problems[0]
-    if len(problems) > 1:
-        first = error(
-            first.code,
-            got=first.got,
-            why=f"{first.why or 'the headers say so'}; {len(problems) - 1} more: dsv4 doctor {checkpoint.folder}",
-            fix=first.fix,
-        )
+    first = kept[0]
+    if count > 1:
+        more = f"{first.why or 'the headers say so'}; {count - 1} more: dsv4 doctor {folder}"
+        first = error(first.code, got=first.got, why=more, fix=first.fix)
     raise first
-
-
-def _generation_config(folder: Path) -> GenerationConfig | None:
-    """Return the folder's generation configuration, or None if it has none."""
-    if not (folder / "generation_config.json").is_file():
-        return None
-    try:
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as fault:
-        raise error("E209", got=f"{folder / 'generation_config.json'}", why=str(fault)) from None
 
 
 def check_memory(folder: Path, device: torch.device, weights: int, caches: int) -> None:
@@ -202,8 +196,11 @@ def check_memory(folder: Path, device: torch.device, weights: int, caches: int) 
 def _check_tied(checkpoint: Checkpoint, head: Stored) -> None:
     """Raise E207 unless a stored output head equals the embedding that it is tied to."""
     embedding = checkpoint.tensors["embed.weight"]
-    with _Reader(head.file) as reader:
-        equal = torch.equal(reader.read(head), reader.read(embedding))
+    values = []
+    for stored in (head, embedding):
+        with Reader(checkpoint.sources[stored.file]) as reader:
+            values.append(reader.read(stored))
+    equal = torch.equal(*values)
     check(equal, "E207", got=f"{head} differs from {embedding}", why="config.json has tie_word_embeddings=true")
 
 
@@ -253,7 +250,7 @@ def _stacks(placement: Placement, config: DeepseekV4Config) -> Iterator[list[str
                 yield list(alike)
 
 
-def fill(placement: Placement, device: torch.device) -> None:
+def fill(placement: Placement, sources: Mapping[Path, Source], device: torch.device) -> None:
     """Read every piece of a checkpoint into its place, one file after the other."""
     places = {name: tensor.detach() for name, tensor in targets(placement.model)}
     experts = placement.model.config.n_routed_experts
@@ -265,23 +262,40 @@ def fill(placement: Placement, device: torch.device) -> None:
         for file, group in groupby(pieces, lambda piece: piece.stored.file):
             rate.begin(file)
             after = files.index(file) + 1
-            _read_ahead(files[after - 1 : after + 1])
-            with _Reader(file) as reader:
+            _start_reading([sources[other] for other in files[after - 1 : after + 1]])
+            with ExitStack() as stack:
+                readers: dict[Path, Reader] = {}  # this file's, and those of files with its scales
                 for piece in group:
-                    value = reader.read(piece.stored, piece.part)
-                    rate.count(value.nbytes)
+                    for stored in filter(None, (piece.stored, piece.scale)):
+                        if stored.file not in readers:
+                            readers[stored.file] = stack.enter_context(Reader(sources[stored.file]))
                     destination = places[piece.target][piece.into]
-                    if piece.scale is not None:
-                        scale = reader.read(piece.scale, piece.scale_part)
-                        value = dequantize_expert(value.to(device), scale.to(device))[piece.kept]
-                    elif value.dtype in (torch.uint8, torch.int8):
-                        value = value.view(destination.dtype)
-                    elif not value.is_floating_point():
-                        _check_table(piece.stored, value, experts)
-                    destination.copy_(value)
+                    rate.count(_fill_piece(piece, destination, readers))
+                    if not destination.is_floating_point() and destination.dtype is torch.int64:
+                        _check_table(piece.stored, destination, experts)
         rate.report()
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # kernels that load weights early (PDL) rely on no copy being under way
+
+
+def _fill_piece(piece: Piece, destination: Tensor, readers: Mapping[Path, Reader]) -> int:
+    """Read one piece into `destination` and return its bytes."""
+    reader = readers[piece.stored.file]
+    if piece.scale is None:
+        if DTYPES[piece.stored.dtype] in (torch.uint8, torch.int8):
+            reader.copy(piece.stored, piece.part, destination.view(DTYPES[piece.stored.dtype]))
+        else:
+            reader.copy(piece.stored, piece.part, destination)
+        if piece.target.endswith("_scale_inv"):
+            check_scales(destination, str(piece.stored))
+        return destination.numel() * DTYPES[piece.stored.dtype].itemsize
+    value = reader.read(piece.stored, piece.part).to(destination.device)
+    scale = readers[piece.scale.file].read(piece.scale, piece.scale_part)
+    check_scales(scale, str(piece.scale))
+    weight = dequantize_expert(value, scale.to(destination.device))[piece.kept]
+    check(weight.shape == destination.shape, "E207", got=f"{piece.stored} of another shape than its place")
+    destination.copy_(weight)
+    return value.nbytes
 
 
 def _check_table(stored: Stored, table: Tensor, experts: int) -> None:
@@ -290,53 +304,11 @@ def _check_table(stored: Stored, table: Tensor, experts: int) -> None:
     check(low >= 0 and high < experts, "E207", got=f"{stored} with experts {low} to {high}", why=f"there are {experts}")
 
 
-class _Reader:
-    """An open safetensors file, mapped into memory: pages are read when a tensor is copied.
-
-    Raises E209 for a file that safetensors does not open, as one that changed since its header was read.
-    """
-
-    def __init__(self, file: Path) -> None:
-        try:
-            from safetensors import SafetensorError, __version__, safe_open
-        except ImportError:
-            fail("E101", got="safetensors is not installed", fix="pip install safetensors")
-        self._file, self._open, self._error = file, safe_open, SafetensorError
-        self._version = f"safetensors {__version__}"
-
-    def __enter__(self) -> _Reader:
-        try:
-            self._handle = self._open(self._file, framework="pt").__enter__()
-        except (OSError, self._error) as fault:
-            why = f"{self._version}: {fault}"
-            raise error("E209", got=f"{self._file}", why=why, fix="download the file again") from None
-        return self
-
-    def __exit__(self, *fault: Any) -> None:
-        self._handle.__exit__(*fault)
-
-    def read(self, stored: Stored, part: Index = ()) -> Tensor:
-        """Return a tensor or a part of it, on the CPU, from this file or, as some scales are, from another one."""
-        if stored.file != self._file:
-            with _Reader(stored.file) as other:
-                return other.read(stored, part)
-        try:
-            tensor: Tensor = self._handle.get_slice(stored.name)[part] if part else self._handle.get_tensor(stored.name)
-        except self._error as fault:
-            raise error("E209", got=f"{stored}", why=str(fault), fix="download the file again") from None
-        return tensor
-
-
-def _read_ahead(files: Iterable[Path]) -> None:
-    """Let the operating system read files into its cache while others are copied, where it can be asked to."""
-
-    def ask() -> None:
-        for file in files:
-            with suppress(OSError), file.open("rb") as stream:
-                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-
+def _start_reading(sources: list[Source]) -> None:
+    """Start a thread that lets the operating system read files into its cache while others are copied."""
     if hasattr(os, "posix_fadvise"):
-        threading.Thread(target=ask, name="dsv4-read-ahead", daemon=True).start()  # the call may wait for the disk
+        thread = threading.Thread(target=read_ahead, args=(sources,), name="dsv4-read-ahead", daemon=True)
+        thread.start()  # the call may wait for the disk
 
 
 class _Rate:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DeepseekV4Config as HfConfig
 from transformers.integrations.finegrained_fp8 import (
     ALL_FP8_EXPERTS_FUNCTIONS,
     FP8Experts,
@@ -25,15 +24,16 @@ from transformers.integrations.moe import use_experts_implementation
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from .._compat import kept_in_float32
-from ..config import DeepseekV4Config
-from ..errors import DSV4Error, check, error
+from ..checkpoints.header import DTYPES, Stored
+from ..checkpoints.reader import Index
+from ..errors import DSV4Error, error
 from ..layout import MX_TILE, WEIGHT_TILE, cdiv
-from .checkpoint import DTYPES, Checkpoint, Stored, official_name
+from .checkpoint import Checkpoint, Problems, official_name
+from .model_config import check_counts, model_config
 
 hf: Any = modeling_deepseek_v4
 """Module of transformers, untyped because its submodules have the type `Tensor | Module`."""
 
-Index = tuple[int | slice, ...]
 QUANTISED = (
     *(f"self_attn.{name}_proj" for name in ("q_a", "q_b", "kv", "o_a", "o_b")),
     "self_attn.compressor.indexer.q_b_proj",
@@ -44,15 +44,6 @@ _BLOCK = (WEIGHT_TILE, WEIGHT_TILE)
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _PACKED = ("I8", "U8")
 _SCALES = {"mxfp4": ("F8_E8M0", "U8"), "e4m3": ("F8_E8M0", "U8", "F32")}
-_NEEDED: dict[str, Any] = {
-    "hidden_act": "silu",
-    "scoring_func": "sqrtsoftplus",
-    "norm_topk_prob": True,
-    "n_shared_experts": 1,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-"""Values of a configuration that the ops around attention stand for."""
 
 
 class Piece(NamedTuple):
@@ -89,7 +80,7 @@ class Placement:
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     tied: Stored | None = None
-    problems: list[DSV4Error] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
 
     def nbytes(self, wanted: Callable[[str], bool] = lambda name: True) -> int:
         """Return the bytes of the parameters and persistent buffers whose names are `wanted`."""
@@ -104,14 +95,16 @@ def place(checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, dequantiz
         dtype: dtype of floating weights; None = that of the configuration, bfloat16 if it names none.
         dequantize: make e4m3 and MXFP4 weights floating.
 
-    Raises E205 for a configuration that is not DeepSeek-V4's. Tensors that do not fit are `problems`.
+    Raises E205 for a configuration that is not DeepSeek-V4's, E207 for one of more layers or experts than are stored.
+    Other tensors that do not fit are `problems`.
     """
-    config = _config(checkpoint.config, dequantize)
+    config = model_config(checkpoint.config, dequantize)
+    check_counts(config, checkpoint.tensors)
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     config.dtype = dtype
     with torch.device("meta"):
-        placement = Placement(hf.DeepseekV4ForCausalLM(config))
+        placement = Placement(_model(config))
         planner = _Planner(checkpoint, placement, dequantize)
         planner.quantise_modules()
     for name, tensor in targets(placement.model):
@@ -122,46 +115,20 @@ def place(checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, dequantiz
     return placement
 
 
+def _model(config: Any) -> Any:
+    try:
+        return hf.DeepseekV4ForCausalLM(config)
+    except DSV4Error:
+        raise
+    except Exception as fault:  # sizes that are in range, and do not fit together
+        raise error("E205", got="a config.json that transformers builds no model of", why=str(fault)) from None
+
+
 def targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers with their names, each once."""
     yield from model.named_parameters()
     buffers = dict(model.named_buffers())
     yield from ((name, buffers[name]) for name in model.state_dict(keep_vars=True) if name in buffers)
-
-
-def _config(raw: Mapping[str, Any], dequantize: bool) -> Any:
-    """Return transformers' configuration, or raise E205 for a model that cannot be loaded."""
-    quantization = raw.get("quantization_config")
-    if quantization is not None:
-        _check_quantization(dict(quantization))
-    DeepseekV4Config.from_hf(raw)
-    try:
-        config: Any = HfConfig.from_dict(dict(raw))
-    except Exception as fault:  # a strict dataclass of transformers raises classes of its own
-        raise error("E205", got="a config.json that transformers does not read", why=str(fault)) from None
-    for name, value in _NEEDED.items():
-        got = getattr(config, name, value)
-        check(got == value, "E205", got=f"{name}={got!r}", why=f"DeepSeek-V4 has {name}={value!r}")
-    for name in ("quantization_config", "expert_dtype"):
-        if dequantize and hasattr(config, name):
-            delattr(config, name)
-    return config
-
-
-def _check_quantization(quantization: Mapping[str, Any]) -> None:
-    for name, wanted in {
-        "quant_method": "fp8",
-        "weight_block_size": [*_BLOCK],
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-    }.items():
-        got = quantization.get(name, wanted)
-        check(
-            got == wanted or (name == "weight_block_size" and list(got or ()) == wanted),
-            "E205",
-            got=f"quantization_config with {name}={got!r}",
-            why=f"DeepSeek-V4 has {wanted!r}" + ("; V4.1 has blocks of 32x32" if got == [MX_TILE] * 2 else ""),
-        )
 
 
 class _Planner:
@@ -175,7 +142,7 @@ class _Planner:
         self.used: set[str] = set()
 
     def problem(self, got: str, why: str = "", fix: str = "") -> None:
-        self.placement.problems.append(error("E207", got=got, why=why, fix=fix))
+        self.placement.problems.add("E207", got=got, why=why, fix=fix)
 
     def first(self, path: str) -> tuple[str, Stored | None]:
         """Return the format of the weight at `path`, a linear or experts, and its first scale: what is stored says."""
@@ -204,6 +171,11 @@ class _Planner:
                 self.check_divides(path, kind, config.moe_intermediate_size, config.hidden_size)
                 made = _fp8_experts(config, "fp4" if kind == "mxfp4" else "fp8", options)
             elif hasattr(module, "n_groups"):
+                if kind == "e4m3" and module.in_features % WEIGHT_TILE:
+                    got = f"{path} in e4m3 with {module.in_features} inputs a group"
+                    self.problem(
+                        got, f"a group's heads fill whole tiles of {WEIGHT_TILE}", "load(..., dequantize=True)"
+                    )
                 made = FP8GroupedLinear(module.in_features, module.out_features, module.n_groups, **options)
             else:
                 made = FP8Linear(module.in_features, module.out_features, **options)
@@ -307,7 +279,7 @@ class _Planner:
         for name, stored in self.stored.items():
             if name in self.used:
                 continue
-            layer = re.match(r"layers\.(\d+)\.", name)
+            layer = re.match(r"layers\.([0-9]{1,9})\.", name)
             beyond = layer is not None and int(layer[1]) >= layers
             why = f"config.json has {layers} layers" if beyond else "no parameter of DeepSeek-V4 has this name"
             self.problem(f"a tensor too many: {stored}", why, "remove it, or use the config.json of this checkpoint")

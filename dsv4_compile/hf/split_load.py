@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..checkpoints.reader import Index
 from ..parallel import Ranks, split_of
 from ..parallel.split import Split
-from .placement import Index, Piece, Placement, targets
+from .placement import Piece, Placement, targets
 from .split import keep_part
 
 

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsv4_compile import hf, progress
+from dsv4_compile.checkpoints.reader import Reader
 from dsv4_compile.modules import stacked
 from dsv4_compile.modules.linear import Fp8Linear
 from tests.hf import official
 from tests.hf.small import random_ids
 
+INDEX = "model.safetensors.index.json"
 SIZES: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 256, "device": "cpu"}
 
 
@@ -125,47 +126,48 @@ def test_what_transformers_saves_of_a_loaded_model_loads_equal(
     assert [name for name in values if not torch.equal(dequantised[name], values[name])] == []
 
 
-class Watched:
-    """safetensors' safe_open, with the open files counted and the bytes of tensors that are alive."""
+def test_few_files_are_open_and_two_tensors_are_alive_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second file is open for scales that it holds. Tensors read into their places are not counted."""
+    alive, most, open_files = 0, 0, []
+    read, enter, leave = Reader.read, Reader.__enter__, Reader.__exit__
 
-    files = 0
-    nbytes = 0
-    most_files = 0
-    most_bytes = 0
-    safe_open = safetensors.safe_open
-
-    def __init__(self, file: Any, **options: Any) -> None:
-        self.handle = Watched.safe_open(file, **options)
-
-    def __enter__(self) -> Watched:
-        Watched.files += 1
-        Watched.most_files = max(Watched.most_files, Watched.files)
-        self.handle.__enter__()
-        return self
-
-    def __exit__(self, *fault: Any) -> None:
-        Watched.files -= 1
-        self.handle.__exit__(*fault)
-
-    def get_tensor(self, name: str) -> Tensor:
-        tensor = self.handle.get_tensor(name)
-        Watched.nbytes += tensor.nbytes
-        Watched.most_bytes = max(Watched.most_bytes, Watched.nbytes)
+    def watched(reader: Reader, *arguments: Any) -> Tensor:
+        nonlocal alive, most
+        tensor = read(reader, *arguments)
+        alive += tensor.nbytes
+        most = max(most, alive)
 
         def forget(nbytes: int) -> None:
-            Watched.nbytes -= nbytes
+            nonlocal alive
+            alive -= nbytes
 
         weakref.finalize(tensor, forget, tensor.nbytes)
         return tensor
 
+    def entered(reader: Reader) -> Reader:
+        open_files.append(reader)
+        assert len(open_files) <= 2
+        return enter(reader)
 
-def test_one_file_is_open_and_two_tensors_are_alive_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors, "safe_open", Watched)
+    def left(reader: Reader, *fault: Any) -> None:
+        open_files.remove(reader)
+        leave(reader, *fault)
+
+    monkeypatch.setattr(Reader, "read", watched)
+    monkeypatch.setattr(Reader, "__enter__", entered)
+    monkeypatch.setattr(Reader, "__exit__", left)
     gc.collect()
-    load(folder)
-    assert (Watched.most_files, Watched.files) == (1, 0)
+    load(folder, dequantize=True, dtype=torch.float32)
     largest = max(tensor.nbytes for file in official.files(folder) for tensor in load_file(file).values())
-    assert largest <= Watched.most_bytes <= 2 * largest < min(file.stat().st_size for file in official.files(folder))
+    assert 0 < most <= 2 * largest < min(file.stat().st_size for file in official.files(folder))
+
+
+def test_stored_tensors_are_read_into_their_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocated(reader: Reader, stored: Any, part: Any = ()) -> Tensor:
+        raise AssertionError(f"{stored} was read into other memory")
+
+    monkeypatch.setattr(Reader, "read", allocated)
+    load(folder)
 
 
 @pytest.mark.parametrize("options", [{}, {"dequantize": True}], ids=["stored", "dequantised"])
@@ -235,20 +237,39 @@ def test_scales_in_another_file_and_without_an_index(folder: Path, tmp_path: Pat
     assert [name for name, want in original.state_dict().items() if not torch.equal(found[name], want)] == []
 
 
-def test_files_in_subfolders_and_behind_links_are_found(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nested = official.copied(folder, tmp_path / "nested")
-    index = json.loads((nested / "model.safetensors.index.json").read_text())
+def nested(folder: Path, target: Path) -> Path:
+    """Copy a folder with its files one level deeper."""
+    copy = official.copied(folder, target)
+    index = json.loads((copy / INDEX).read_text())
     index["weight_map"] = {name: f"weights/{file}" for name, file in index["weight_map"].items()}
-    (nested / "model.safetensors.index.json").write_text(json.dumps(index))
-    (nested / "weights").mkdir()
-    for i, file in enumerate(official.files(nested)):
-        (tmp_path / f"blob{i}").write_bytes(file.read_bytes())
-        file.unlink()
-        (nested / "weights" / file.name).symlink_to(tmp_path / f"blob{i}")
+    (copy / INDEX).write_text(json.dumps(index))
+    (copy / "weights").mkdir()
+    for file in official.files(copy):
+        file.rename(copy / "weights" / file.name)
+    return copy
+
+
+def test_files_in_subfolders_are_found(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nested(folder, tmp_path / "nested")
     monkeypatch.chdir(tmp_path)
     assert load("nested/").config.num_hidden_layers == 4
+
+
+def test_links_of_the_hubs_cache_and_links_inside_the_folder_are_found(folder: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models--deepseek-ai--DeepSeek-V4-Flash"
+    (repository / "blobs").mkdir(parents=True)
+    snapshot = nested(folder, repository / "snapshots" / "0a1b")
+    for i, file in enumerate(sorted(path for path in snapshot.rglob("*") if path.is_file())):
+        blob = file.rename(repository / "blobs" / f"{i:040x}")
+        file.symlink_to(Path("../" * len(file.relative_to(repository).parent.parts)) / "blobs" / blob.name)
+    want = load(folder).state_dict()
+    (tmp_path / "link").symlink_to(snapshot)
+    for path in (snapshot, tmp_path / "link"):
+        assert all(torch.equal(tensor, want[name]) for name, tensor in load(path).state_dict().items())
+    copy = official.copied(folder, tmp_path / "copy")
+    (copy / "config.json").rename(copy / "v4.json")
+    (copy / "config.json").symlink_to("v4.json")
+    assert load(copy).config.num_hidden_layers == 4
 
 
 def test_other_encodings_of_the_same_numbers_load_equal(folder: Path, tmp_path: Path, original: Any) -> None:

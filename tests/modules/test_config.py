@@ -234,7 +234,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "nested-linear": (nested(rope_type="linear"), "'linear' on compressed layers"),
     "nested-dims": (nested(partial_rotary_factor=0.25), "64 rotated dims on window layers and 128"),
     "negative-beta": (nested(beta_slow=-1.0), "beta_slow=-1.0"),
-    "no-base": (nested(rope_theta=0), "compress_rope_theta=0"),
+    "no-base": (nested(rope_theta=0), "compress with rope_theta=0"),
 }
 
 

@@ -21,7 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_compat", "sizes"}),
     frozenset({"layout"}),
     frozenset({"selection"}),
-    frozenset({"config", "rope_tables"}),
+    frozenset({"checkpoints", "config", "rope_tables"}),
     frozenset({"reference"}),
     frozenset({"cpu"}),
     frozenset({"ops"}),

@@ -1,0 +1,136 @@
+"""Configuration of a folder as transformers' objects, made of the known fields of its JSON files alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import DeepseekV4Config as HfConfig
+from transformers import GenerationConfig
+
+from ..checkpoints.config_fields import GENERATION, MODEL, check_fields, known
+from ..checkpoints.header import Stored
+from ..checkpoints.json_text import read_json
+from ..checkpoints.paths import shown
+from ..config import DeepseekV4Config
+from ..errors import check, error
+from ..layout import MX_TILE, WEIGHT_TILE
+
+_log = logging.getLogger("dsv4_compile.hf")
+_NEEDED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+"""Values of a configuration that the ops around attention stand for."""
+_MATRICES = 3
+"""Matrices of an expert: gate, up and down."""
+_LAYER = re.compile(r"layers\.([0-9]{1,9})\.")
+_EXPERT = re.compile(r"layers\.[0-9]{1,9}\.ffn\.experts\.([0-9]{1,9})\.w[123]\.weight")
+
+
+def model_config(raw: Mapping[str, Any], dequantize: bool) -> Any:
+    """Return transformers' configuration, with eager attention, or raise E205 for a model that cannot be loaded.
+
+    Keys that are not in `MODEL` do not reach transformers, which fetches and runs code that some of them name.
+    """
+    DeepseekV4Config.from_hf(raw)
+    check_fields(raw, MODEL)
+    fields, unknown = known(raw, MODEL)
+    if unknown:
+        _log.info("config.json: keys that are not read: %s", ", ".join(sorted(unknown)[:20]))
+    if fields.get("quantization_config") is not None:
+        _check_quantization(fields["quantization_config"])
+    try:
+        config: Any = HfConfig.from_dict(fields | {"attn_implementation": "eager"})
+    except Exception as fault:  # a strict dataclass of transformers raises classes of its own
+        raise error("E205", got="a config.json that transformers does not read", why=str(fault)) from None
+    for name, value in _NEEDED.items():
+        got = getattr(config, name, value)
+        check(got == value, "E205", got=f"{name}={got!r}", why=f"DeepSeek-V4 has {name}={value!r}")
+    check(
+        config.num_experts_per_tok <= config.n_routed_experts,
+        "E205",
+        got=f"num_experts_per_tok={config.num_experts_per_tok} of n_routed_experts={config.n_routed_experts}",
+    )
+    for name in ("pad_token_id", "bos_token_id"):
+        token = getattr(config, name)
+        check(
+            token is None or token < config.vocab_size,
+            "E205",
+            got=f"{name}={token} with vocab_size={config.vocab_size}",
+        )
+    for name in ("quantization_config", "expert_dtype"):
+        if dequantize and hasattr(config, name):
+            delattr(config, name)
+    return config
+
+
+def _check_quantization(quantization: Mapping[str, Any]) -> None:
+    for name, wanted in {
+        "quant_method": "fp8",
+        "weight_block_size": [WEIGHT_TILE, WEIGHT_TILE],
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+    }.items():
+        got = quantization.get(name, wanted)
+        check(
+            got == wanted,
+            "E205",
+            got=f"quantization_config with {name}={got!r}",
+            why=f"DeepSeek-V4 has {wanted!r}" + ("; V4.1 has blocks of 32x32" if got == [MX_TILE] * 2 else ""),
+        )
+
+
+def check_counts(config: Any, tensors: Mapping[str, Stored]) -> None:
+    """Raise E207 for a configuration of more layers or experts than the headers have, before modules are built.
+
+    So the work of a load is bounded by what is stored, whatever `config.json` says.
+    """
+    layers = {match[1] for name in tensors if (match := _LAYER.match(name))}
+    wanted = config.num_hidden_layers
+    check(
+        wanted <= len(layers),
+        "E207",
+        got=f"num_hidden_layers={wanted}, where the files have tensors of {len(layers)} layers",
+        why="config.json and the files belong to different checkpoints, or files are missing",
+    )
+    names = [match[1] for name in tensors if (match := _EXPERT.fullmatch(name))]
+    fused = [stored.shape[0] for name, stored in tensors.items() if name.endswith(".gate_up_proj") and stored.nbytes]
+    experts = max([len(set(names)), *fused])
+    check(
+        config.n_routed_experts <= experts,
+        "E207",
+        got=f"n_routed_experts={config.n_routed_experts}, where the files have {experts}",
+        why="config.json and the files belong to different checkpoints, or files are missing",
+    )
+    matrices = _MATRICES * (wanted - len(fused)) * config.n_routed_experts
+    check(
+        matrices <= 2 * len(names) + 1000,
+        "E207",
+        got=f"{len(names)} matrices of experts in the files",
+        why=f"{wanted} layers of {config.n_routed_experts} experts have {matrices}",
+    )
+
+
+def generation_config(folder: Path) -> GenerationConfig | None:
+    """Return the folder's generation configuration, or None if it has none. Raises E209 for odd values."""
+    file = folder / "generation_config.json"
+    if not os.path.lexists(file):
+        return None
+    raw = read_json(folder, file)
+    check_fields(raw, GENERATION, "E209", f"{file} with ")
+    fields, unknown = known(raw, GENERATION)
+    if unknown:
+        _log.warning("%s: keys that are not read: %s", file, ", ".join(sorted(unknown)[:20]))
+    try:
+        return GenerationConfig(**fields)
+    except Exception as fault:  # its validation raises several classes
+        raise error("E209", got=f"{file}", why=shown(str(fault))) from None
