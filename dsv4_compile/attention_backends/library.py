@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._compat import is_installed
 from ..errors import fail
 from ..layout import PAD_INDEX, align_up
 
 
 def is_importable(module: str) -> bool:
     """Return whether `import module` would succeed, without importing it."""
-    return module in sys.modules or importlib.util.find_spec(module) is not None
+    return is_installed(module)
 
 
 def padded_heads(num_heads: int, sizes: tuple[int, ...]) -> int:

@@ -6,13 +6,13 @@ It supports 64 and 128 heads, and plans a decode in the first call of a shape, w
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from .. import layout
+from .._compat import is_installed
 from .problem import Prepare
 
 NAME = "flash_mla"
@@ -21,7 +21,7 @@ HEADS = (64, 128)
 
 def if_installed(prepare: Prepare, heads: int) -> dict[str, Prepare]:
     """Return `prepare` as an implementation for this many heads, or nothing if FlashMLA has none."""
-    return {NAME: prepare} if heads in HEADS and importlib.util.find_spec(NAME) is not None else {}
+    return {NAME: prepare} if heads in HEADS and is_installed(NAME) else {}
 
 
 def decode() -> Callable[..., Any]:

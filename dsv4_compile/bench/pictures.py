@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
+from .._compat import is_installed
 from ..errors import fail
 from .table import AXIS, Row, groups
 
@@ -15,7 +15,7 @@ ROUNDED_US = 1.0
 
 def can_draw() -> bool:
     """Return whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+    return is_installed("matplotlib")
 
 
 def require_drawing() -> None:

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from .._compat import is_installed
 from ..errors import fail
 from ..kernels.host.build_hooks import describe_any_kernel
-from ..kernels.host.launch import is_building
 from ..runtime import early_builds
 from ..runtime.captures import Call, Capture
 from ..runtime.cuda_graphs import CudaGraphs
@@ -80,7 +80,7 @@ def compile_log(*, strict: bool = False, report: Report | None = None) -> Iterat
         for kind in (CudaGraphs, StandInGraphs):
             stack.enter_context(_captures_of(kind, log))
         stack.enter_context(early_builds.listen(log.built))
-        if "triton" in sys.modules or torch.cuda.is_available():
+        if sys.modules.get("triton") or (torch.cuda.is_available() and is_installed("triton")):
             stack.enter_context(_kernels(log))
         yield log.entries
 
@@ -199,6 +199,8 @@ def _captures_of(kind: type[CudaGraphs] | type[StandInGraphs], log: _Log) -> Ite
 def _kernels(log: _Log) -> Iterator[None]:
     """Log kernels that Triton builds: a launch of dtypes, alignments or constants that it has not seen."""
     from triton import knobs
+
+    from ..kernels.host.launch import is_building
 
     begin, end = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
     opened: list[LateWork] = []

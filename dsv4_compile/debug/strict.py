@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .._compat import is_installed
 from ..errors import fail
 from ..kernels.host.build_hooks import describe_any_kernel
 from ..runtime.warmup import ask_for_strict, is_late
@@ -64,7 +65,7 @@ def _watch() -> None:
     log = logging.getLogger(TRACE)
     if _causes not in log.handlers:
         log.addHandler(_causes)
-    if "triton" in sys.modules or torch.cuda.is_available():
+    if sys.modules.get("triton") or (torch.cuda.is_available() and is_installed("triton")):
         _watch_kernels()
 
 

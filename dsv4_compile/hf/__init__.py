@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from .cache import PagedCache
-from .convert import convert, new_cache, revert
-from .experts_interface import register_experts
-from .inputs import mark_dynamic_tokens
-from .load import load
-from .requests import Request
-from .running import RunningBatch
-from .unchanged import unchanged
+from .._compat import needs
+
+with needs("hf", "dsv4_compile.hf"):
+    from .cache import PagedCache
+    from .convert import convert, new_cache, revert
+    from .experts_interface import register_experts
+    from .inputs import mark_dynamic_tokens
+    from .load import load
+    from .requests import Request
+    from .running import RunningBatch
+    from .unchanged import unchanged
 
 __all__ = [
     "PagedCache",

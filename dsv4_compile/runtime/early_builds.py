@@ -9,7 +9,6 @@ A build that fails is reported and forgotten: the first launch builds again, and
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import time
@@ -25,9 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import progress
-from .._compat import triton_known
+from .._compat import is_installed, triton_known
 from ..kernels.host.build_hooks import prepare_builds
-from ..kernels.host.launch import building
 from ..ops.common.kernels import launcher, refusal
 
 _log = logging.getLogger("dsv4_compile.runtime")
@@ -126,7 +124,7 @@ def for_graph(wanted: str, devices: Collection[torch.device]) -> AbstractContext
     tested, and where torch forks this process to compile: a fork keeps locked what a thread held.
     """
     gpus = sorted((device for device in devices if device.type == "cuda"), key=str)
-    if not gpus or importlib.util.find_spec("triton") is None:
+    if not gpus or not is_installed("triton"):
         return nullcontext()
     prepare_builds()
     if wanted == "off":
@@ -164,7 +162,9 @@ class EarlyBuilds:
         from triton import AsyncCompileMode
 
         from .._compat import FakeTensorMode
+        from ..kernels.host.launch import building
 
+        self._building = building
         self._pool = ThreadPoolExecutor(threads, "dsv4-build")
         self._mode = AsyncCompileMode(self._pool)
         self._mode.submit = self._submit
@@ -193,7 +193,7 @@ class EarlyBuilds:
             if call in self._calls:
                 return
             self._calls.add(call)
-            with self._fake, _Addresses(), building(self._build):
+            with self._fake, _Addresses(), self._building(self._build):
                 args = [value.make() if isinstance(value, Metadata) else value for value in call[1:]]
                 device = next(x.device for x in args if isinstance(x, Tensor))
                 with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -225,7 +225,7 @@ class EarlyBuilds:
         for variant in variants:
             try:
                 kernel, seconds = variant.future.result()
-                with building(self._build):  # Triton's hooks hear of it here
+                with self._building(self._build):  # Triton's hooks hear of it here
                     for keep in variant.keep:
                         keep(kernel)
                 _report(Built(variant.name, seconds))

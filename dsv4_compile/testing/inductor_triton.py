@@ -20,12 +20,15 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import triton
-import triton.language as tl
-from triton.compiler import ASTSource
+from .._compat import needs
 
-from .._compat import AsyncCompile, GraphLowering, inductor_config
-from . import fake_triton, quick_interpreter
+with needs("test", "dsv4_compile.testing.inductor_triton"):
+    import triton
+    import triton.language as tl
+    from triton.compiler import ASTSource
+
+    from .._compat import AsyncCompile, GraphLowering, inductor_config
+    from . import fake_triton, quick_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _POINTWISE_BLOCKS = {"XBLOCK": 256, "YBLOCK": 8, "ZBLOCK": 1}

@@ -10,11 +10,14 @@ import functools
 import math
 from typing import Any
 
-import numpy as np
-import triton.language as tl
+from .._compat import needs
 
-from .._compat import triton_interpreter as interpreter
-from .quick_operators import quick_broadcast, quick_cast, quick_index, quick_operator, quick_where
+with needs("test", "dsv4_compile.testing.quick_interpreter"):
+    import numpy as np
+    import triton.language as tl
+
+    from .._compat import triton_interpreter as interpreter
+    from .quick_operators import quick_broadcast, quick_cast, quick_index, quick_operator, quick_where
 
 
 @functools.cache

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-import triton.language as tl
+from .._compat import needs
 
-from .._compat import triton_interpreter as interpreter
+with needs("test", "dsv4_compile.testing.quick_operators"):
+    import numpy as np
+    import triton.language as tl
+
+    from .._compat import triton_interpreter as interpreter
 
 
 def _quotient(left: Any, right: Any) -> Any:
