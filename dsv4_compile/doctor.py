@@ -30,6 +30,7 @@ from ._compat import (
     device_architecture,
 )
 from ._files import why_unsafe
+from .errors import DSV4Error, printable
 from .layout import FP8_DS_MLA, HEAD_DIM, WINDOW_BLOCK, allocate_cache
 from .ops.common.kernels import KERNELS
 from .selection import proven
@@ -91,7 +92,8 @@ def examine_folder(path: str) -> list[Check]:
     try:
         from .hf.folder_report import rows
     except ImportError as fault:
-        return [Check("transformers", str(fault), "fix", "pip install 'dsv4-compile[hf]'")]
+        why = fault.got if isinstance(fault, DSV4Error) else str(fault)
+        return [Check("transformers", why, "fix", "pip install 'dsv4-compile[hf]'")]
     return [Check(*row) for row in rows(path)]
 
 
@@ -103,6 +105,8 @@ def render(checks: list[Check]) -> str:
         lines.append(f"{check.level:<4}  {check.name:<{width}}  {check.value}")
         if check.note:
             lines.append(f"{'':<4}  {'':<{width}}    {check.note}")
+    # Names and values come from files and libraries: none begins a line, nor moves the cursor.
+    lines = [printable(line) for line in lines]
     levels = [check.level for check in checks]
     worst = next((level for level in ("fix", "warn") if level in levels), "ok")
     return "\n".join([*lines, "", f"verdict: {VERDICTS[worst]}"])

@@ -23,6 +23,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from .errors import printable
+
 _REDRAW_SECONDS = 0.5
 _CLEAR_LINE = "\r\x1b[2K"
 
@@ -43,7 +45,7 @@ class Event:
         count = f" {self.done}/{self.total}" if self.total is not None else f" {self.done}" if self.done else ""
         note = f" {self.note}" if self.note else ""
         left = f", about {_duration(self.eta)} left" if self.eta is not None and not self.finished else ""
-        return f"{self.stage}{count}{note}  {_duration(self.elapsed)}{left}"
+        return printable(f"{self.stage}{count}{note}  {_duration(self.elapsed)}{left}")
 
 
 Listener = Callable[[Event], None]

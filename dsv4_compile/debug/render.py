@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from html import escape as escaped
 from typing import Any
 
+from ..errors import printable
 from .rows import Findings
 from .sections import Finding, Section, Table, clipped, heading, sections, verdict
 
@@ -43,6 +44,11 @@ _NUMBER = re.compile(r"-?\d[\d,.]*")
 _ADDRESS = re.compile(r"https?://[^\s<>\"']+[^\s<>\"'.,;:)]|\bpytorch#(\d+)")
 
 
+def escape(value: str) -> str:
+    """Return `value` as HTML, for text and attributes; characters that turn or hide text are shown as escapes."""
+    return escaped(printable(value, lines=True))
+
+
 def text(report: Findings, width: int) -> str:
     """Return `report` in lines of at most `width` columns, except where a name is too long to wrap."""
     return page_text([heading(report), verdict(report)], [*sections(report), SAVED], width)
@@ -55,7 +61,7 @@ def page_text(head: Sequence[str], parts: Iterable[Section], width: int) -> str:
         lines += ["", section.title.upper()]
         for number, block in enumerate(section.blocks, 1):
             lines += _table(block, width) if isinstance(block, Table) else _finding(number, block, width)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(printable(line.expandtabs(4).rstrip()) for line in lines)
 
 
 def rich_text(report: Findings) -> Any:

@@ -10,14 +10,15 @@ import dataclasses
 import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from ..attention_backends.registry import selections
-from ..errors import DSV4Error, check
+from ..errors import DSV4Error, check, error
 from ..selection import costs
 from ..selection.decisions import Decision, Fusion
 from . import breaks, recompiles, render
@@ -26,6 +27,9 @@ from .rows import Failure, Findings, OpCost, OpDecision, OpFusion
 from .watch import Watch
 
 SCHEMA = "dsv4.explain/1"
+_LARGEST = 1e18
+_SHOWN = 60
+"""Characters of a wrong value that an error shows."""
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -77,30 +81,61 @@ def save(path: str | Path, renderers: Mapping[str, Callable[[], str]]) -> Path:
         rule="a report is saved as .json, .txt or .html",
         fix="end the path in one of these",
     )
-    path.write_text(renderers[path.suffix](), encoding="utf-8")
+    # Names of files may have bytes that are no text, which Python keeps as halves of pairs.
+    path.write_text(renderers[path.suffix](), encoding="utf-8", errors="backslashreplace")
     return path
 
 
 def read_json(kind: type[Any], text: str, schema: str) -> Any:
-    """Return the dataclass `kind` that was written as JSON with "schema". Raises E201 for another schema."""
-    data = json.loads(text)
+    """Return the dataclass `kind` that was written as JSON with "schema".
+
+    Raises E201 for another schema, and for text that is no JSON or whose values have other types than the fields.
+    """
+    try:
+        data = json.loads(text, parse_constant=_not_finite)
+    except (ValueError, RecursionError) as fault:
+        why = "" if isinstance(fault, RecursionError) else str(fault)
+        raise error("E201", got="text that is no JSON", why=why, rule=f"a report has schema {schema!r}") from None
     got = data.get("schema") if isinstance(data, dict) else type(data).__name__
-    check(got == schema, "E201", got=f"schema {got!r}", rule=f"a report has schema {schema!r}")
-    return _build(kind, data)
+    check(got == schema, "E201", got=f"schema {str(got)[:_SHOWN]!r}", rule=f"a report has schema {schema!r}")
+    return _build(kind, data, "the report")
 
 
-def _build(kind: Any, value: Any) -> Any:
-    """Return `value`, made of JSON's types, as an instance of the annotation `kind`."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
-        names = [f.name for f in dataclasses.fields(kind) if f.name in value]
-        return kind(**{name: _build(hints[name], value[name]) for name in names})
-    if get_origin(kind) is list:
-        return [_build(get_args(kind)[0], item) for item in value]
-    options = [option for option in get_args(kind) if dataclasses.is_dataclass(option)]
-    if options and value is not None:
-        return _build(options[0], value)
+def _build(kind: Any, value: Any, where: str) -> Any:
+    """Return `value`, made of JSON's types, as an instance of the annotation `kind`. E201 for another type."""
+    origin, options = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return None if value is None else _build(next(each for each in options if each is not NoneType), value, where)
+    if dataclasses.is_dataclass(kind):
+        _expect(isinstance(value, dict), value, "an object", where)
+        hints, fields = get_type_hints(kind), dataclasses.fields(kind)
+        plain = (each for each in fields if each.default is MISSING and each.default_factory is MISSING)
+        missing = [each.name for each in plain if each.name not in value]
+        _expect(not missing, missing, "an object with these fields", where)
+        names = [each.name for each in fields if each.name in value]
+        return kind(**{name: _build(hints[name], value[name], f"{where}, {name}") for name in names})  # type: ignore[operator]
+    if origin is list:
+        _expect(isinstance(value, list), value, "a list", where)
+        return [_build(options[0], each, f"{where}, entry {i}") for i, each in enumerate(value)]
+    if origin is dict:
+        _expect(isinstance(value, dict), value, "an object", where)
+        return {name: _build(options[1], each, f"{where}, {name[:_SHOWN]}") for name, each in value.items()}
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
+    if kind is float:
+        _expect(number, value, "a finite number", where)
+    elif kind is int:
+        _expect(number and isinstance(value, int), value, "an integer", where)
+    else:
+        _expect(isinstance(value, kind), value, f"of type {kind.__name__}", where)
     return value
+
+
+def _expect(holds: bool, value: Any, what: str, where: str) -> None:
+    check(holds, "E201", got=f"{where} is {str(value)[:_SHOWN]!r}", rule=f"it is {what}, as reports are written")
+
+
+def _not_finite(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def assemble(

@@ -6,11 +6,12 @@ import contextlib
 import sys
 from pathlib import Path
 
-from ...errors import check
+from ...errors import DSV4Error, check, error
 from .diff import Limits, compare
 from .entry import replay_of_script
 from .report import ReplayReport
 
+_MOST_BYTES = 64 << 20
 OK, EXCEEDED, FAILED = 0, 1, 2
 """Exit status: limits hold, a limit is exceeded, or the script raised or captured nothing."""
 
@@ -41,8 +42,18 @@ def diff(old: str, new: str, *, as_json: bool, fail_if: str | None) -> int:
 
 def _load(path: str) -> ReplayReport:
     rule, fix = "a diff takes records of replays", "write one with `dsv4 explain --replay SCRIPT.py --json > FILE`"
-    check(Path(path).is_file(), "E201", got=f"no file {path!r}", rule=rule, fix=fix)
-    return ReplayReport.from_json(Path(path).read_text(encoding="utf-8"))
+    file = Path(path)
+    check(file.is_file(), "E201", got=f"no file {path!r}", rule=rule, fix=fix)
+    size = file.stat().st_size
+    check(size <= _MOST_BYTES, "E201", got=f"{path!r} of {size:,} bytes", rule=f"{rule}, of at most {_MOST_BYTES:,}")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise error("E201", got=f"{path!r}, which cannot be read", why=str(fault), rule=rule, fix=fix) from None
+    try:
+        return ReplayReport.from_json(text)
+    except DSV4Error as fault:
+        raise error("E201", got=f"{path!r}: {fault.got}", why=fault.why or fault.rule, rule=rule, fix=fix) from None
 
 
 def _judge(exceeded: list[str]) -> int:

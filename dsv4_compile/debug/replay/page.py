@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 
-from ..render import STYLE, html_section, is_numeric
+from ..render import STYLE, escape, html_section, is_numeric
 from ..sections import Section
 from .rows import PARTS, Node, Replay
 
@@ -97,7 +96,7 @@ if (buttons.length) { show(0); goToHash(); }
 def html(report: Replay, heading: str, verdict: str, sections: Iterable[Section]) -> str:
     """Return the page: heading, verdict, timeline, `sections`, and a table of all nodes."""
     body = "\n".join(html_section(section) for section in sections)
-    data = json.dumps([_about(node, report.nodes) for node in report.nodes]).replace("<", "\\u003c")
+    data = json.dumps(_about(report.nodes)).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -129,7 +128,7 @@ def _timeline(nodes: Sequence[Node]) -> str:
         style = f"left:{100 * start / whole:.4f}%;width:{max(_SMALLEST, 100 * length / whole):.4f}%"
         label = f"{node.index}: {node.op}, {'not timed' if node.us is None else f'{node.us:.2f} us'}"
         lanes.setdefault((part, node.stream), []).append(
-            f'<button type="button" class="node" id="n{node.index}" tabindex="{-1 if node.index else 0}" '
+            f'<button type="button" class="node" id="n{escape(str(node.index))}" tabindex="{-1 if node.index else 0}" '
             f'aria-label="node {escape(label)}" title="{escape(label)}" '
             f'style="{style};background:{colours.get(node.op, _OTHERS)}">{escape(_short(node.op))}</button>'
         )
@@ -179,10 +178,14 @@ def _spans(nodes: Sequence[Node]) -> list[tuple[float, float]]:
     return [spans[node.index] for node in nodes]
 
 
-def _about(node: Node, nodes: Sequence[Node]) -> dict[str, object]:
-    """Return what the panel says of a node, and its neighbours in the graph."""
-    later = [other.index for other in nodes if any(edge.node == node.index for edge in other.after)]
-    return {"rows": _rows(node), "near": [*(edge.node for edge in node.after), *later]}
+def _about(nodes: Sequence[Node]) -> list[dict[str, object]]:
+    """Return what the panel says of each node, and its neighbours in the graph."""
+    later: dict[int, list[int]] = {}
+    for node in nodes:
+        for edge in node.after:
+            later.setdefault(edge.node, []).append(node.index)
+    near = ([*(edge.node for edge in node.after), *later.get(node.index, [])] for node in nodes)
+    return [{"rows": _rows(node), "near": each} for node, each in zip(nodes, near, strict=True)]
 
 
 def _rows(node: Node) -> list[tuple[str, str]]:

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...errors import check
 from ..render import DEFAULT_WIDTH, page_text
 from ..report import read_json, save
 from ..sections import Section, Table, clipped
-from .diff import Difference, compare
+from .diff import NOISE_SHARE, Difference, compare
 from .page import html
-from .rows import Node, Replay, Total
+from .rows import PARTS, Node, Replay, Total
 
 SCHEMA = "dsv4.replay/1"
+MOST_NODES = 20_000
 _KERNEL_NAME = 48
 _SAVED = "report.save('replay.html') writes a page with a timeline, '.json' a record for `dsv4 explain --diff`."
 
@@ -49,8 +51,17 @@ class ReplayReport(Replay):
 
     @classmethod
     def from_json(cls, text: str) -> ReplayReport:
-        """Return the report that `to_json` wrote. Raises E201 for another schema."""
+        """Return the report that `to_json` wrote. Raises E201 for another schema, and for nodes that cannot be."""
         report: ReplayReport = read_json(cls, text, SCHEMA)
+        nodes = report.nodes
+        known = report.graphs in NOISE_SHARE and len(nodes) <= MOST_NODES
+        got = f"{len(nodes)} nodes of graphs {report.graphs!r}"
+        check(known, "E201", got=got, rule=f"at most {MOST_NODES} nodes, of graphs {' or '.join(NOISE_SHARE)}")
+        for i, node in enumerate(nodes):
+            got = f"node {i} with index {node.index}, part {node.part!r}"
+            check(node.index == i and node.part in PARTS, "E201", got=got, rule="nodes in order, of a known part")
+            after = [edge.node for edge in node.after if not 0 <= edge.node < len(nodes)]
+            check(not after, "E201", got=f"node {i} after node {after[:1]}", rule="edges between nodes of the report")
         return report
 
     def diff(self, old: Replay) -> Difference:
