@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import inspect
 import platform
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from .errors import DSV4Error, check, error
+from .errors import check
 
 OpOverload = torch._ops.OpOverload
 """One signature of an op, the target of a graph node."""
@@ -151,30 +150,6 @@ def __getattr__(name: str) -> Any:
 def torch_release() -> tuple[int, ...]:
     """Return major and minor version of the installed torch."""
     return tuple(map(int, torch.__version__.split(".")[:2]))
-
-
-def is_installed(package: str) -> bool:
-    """Return whether a package can be imported, without importing it."""
-    if package in sys.modules:
-        return sys.modules[package] is not None
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-@contextmanager
-def needs(extra: str, feature: str) -> Iterator[None]:
-    """Raise E101 with the extra to install for a package that an import of the block does not find, or too old."""
-    try:
-        yield
-    except ImportError as fault:
-        package = (fault.name or "").partition(".")[0]
-        if isinstance(fault, DSV4Error) or package in ("dsv4_compile", "torch"):
-            raise
-        install = f"pip install 'dsv4-compile[{extra}]'"
-        fix = "install the triton that your torch build names" if package == "triton" else install
-        raise error("E101", got=str(fault), rule=f"{feature} needs {package or extra}", fix=fix) from fault
 
 
 def triton_release() -> tuple[int, ...]:

@@ -7,8 +7,11 @@ E5xx tuning and cache, W6xx warnings, E7xx several ranks, E8xx serving engines.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -340,3 +343,27 @@ def check(condition: bool, code: str, *, got: str, why: str = "", fix: str = "",
     """Raise the error of `code` unless `condition` holds. Pass host values only, never a tensor."""
     if not condition:
         fail(code, got=got, why=why, fix=fix, rule=rule)
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing it."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@contextmanager
+def needs(extra: str, feature: str) -> Iterator[None]:
+    """Raise E101 with the extra to install for a package that an import of the block does not find, or too old."""
+    try:
+        yield
+    except ImportError as fault:
+        package = (fault.name or "").partition(".")[0]
+        if isinstance(fault, DSV4Error) or package in ("dsv4_compile", "torch"):
+            raise
+        install = f"pip install 'dsv4-compile[{extra}]'"
+        fix = "install the triton that your torch build names" if package == "triton" else install
+        raise error("E101", got=str(fault), rule=f"{feature} needs {package or extra}", fix=fix) from fault

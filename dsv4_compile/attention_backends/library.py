@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._compat import is_installed
-from ..errors import fail
+from ..errors import fail, is_installed
 from ..layout import PAD_INDEX, align_up
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import layout
-from .._compat import is_installed
+from ..errors import is_installed
 from .problem import Prepare
 
 NAME = "flash_mla"

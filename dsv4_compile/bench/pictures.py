@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .._compat import is_installed
-from ..errors import fail
+from ..errors import fail, is_installed
 from .table import AXIS, Row, groups
 
 ROUNDED_US = 1.0

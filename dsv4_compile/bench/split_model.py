@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._compat import needs
+from ..errors import needs
 
 with needs("hf", "dsv4_compile.bench.split_model"):
     from transformers import DeepseekV4ForCausalLM

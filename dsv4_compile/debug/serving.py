@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from .._compat import is_installed
-from ..errors import fail
+from ..errors import fail, is_installed
 from ..kernels.host.build_hooks import describe_any_kernel
 from ..runtime import early_builds
 from ..runtime.captures import Call, Capture

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from .._compat import is_installed
-from ..errors import fail
+from ..errors import fail, is_installed
 from ..kernels.host.build_hooks import describe_any_kernel
 from ..runtime.warmup import ask_for_strict, is_late
 from .serving import TRACE, CompileTrace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._compat import needs
+from ..errors import needs
 
 with needs("hf", "dsv4_compile.hf"):
     from .cache import PagedCache

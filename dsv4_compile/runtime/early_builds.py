@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import progress
-from .._compat import is_installed, triton_known
+from .._compat import triton_known
+from ..errors import is_installed
 from ..kernels.host.build_hooks import prepare_builds
 from ..ops.common.kernels import launcher, refusal
 

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from .._compat import needs
+from ..errors import needs
 
 with needs("test", "dsv4_compile.testing.bounds"):
     import numpy as np

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from .._compat import needs
+from ..errors import needs
 
 with needs("test", "dsv4_compile.testing.fake_triton"):
     import numpy as np

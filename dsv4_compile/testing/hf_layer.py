@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import needs
+from ..errors import needs
 
 with needs("hf", "dsv4_compile.testing.hf_layer"):
     from transformers import DeepseekV4Config as HFConfig

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from .._compat import needs
+from ..errors import needs
 
 with needs("test", "dsv4_compile.testing.inductor_triton"):
     import triton

@@ -10,7 +10,7 @@ import functools
 import math
 from typing import Any
 
-from .._compat import needs
+from ..errors import needs
 
 with needs("test", "dsv4_compile.testing.quick_interpreter"):
     import numpy as np

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._compat import needs
+from ..errors import needs
 
 with needs("test", "dsv4_compile.testing.quick_operators"):
     import numpy as np

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from .._compat import needs
+from ..errors import needs
 
 with needs("test", "dsv4_compile.testing.shared_memory"):
     from .._compat import triton_ir, triton_nvidia, triton_passes, triton_release
