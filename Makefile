@@ -61,6 +61,10 @@ test-vllm: $(VLLM_STAMP)  ## the plug-in inside vLLM, in an environment of its o
 fuzz: install  ## 2,000 random sequences of calls against eager transformers, and 200 through Inductor: half an hour
 	OMP_NUM_THREADS=1 DSV4_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n $(JOBS) tests/hf/test_fuzz.py $(ARGS)
 
+.PHONY: ranks
+ranks: install  ## all ways in which a rank differs or is gone, on 2 and 4 processes: five minutes
+	OMP_NUM_THREADS=1 DSV4_RANKS="2 4" $(BIN)/python -m pytest -q tests/parallel/test_apart.py $(ARGS)
+
 .PHONY: mutate
 mutate: install $(MUTATE_STAMP)  ## change the source in 120 places, one at a time, and record which changes no test notices: an hour
 	$(MUTATE_VENV)/bin/python tests/tools/mutate.py --python $(abspath $(BIN)/python) --jobs $(JOBS) $(ARGS)

@@ -53,6 +53,7 @@ OPS = ("moe_experts", "moe_route", "mhc_pre", "mhc_boundary", "mhc_head")
 """Ops that stand for what surrounds attention."""
 
 
+@split.on_all_ranks
 def convert(
     model: Any,
     *,
@@ -95,7 +96,8 @@ def convert(
             of GPUs that reach each other. E302 if they do not.
         rank_timeout: seconds after which a process whose step waits for a rank that is gone ends with E706, with
             "symmetric" collectives. A rank on the same host is gone when its process has ended, another one when its
-            thread has not written to the store of the process group.
+            thread has not written to the store of the process group. With gloo, seconds for which a rank may be
+            stopped before a call that waits for it raises E703.
 
     Later changes of weights take effect at the next call: in place, `load_state_dict` (with `assign` too),
     `module.weight = ...` and `weight.data = ...`. Hooks, adapters and parametrisations of modules that are read and

@@ -102,7 +102,7 @@ class Entry:
                 fix="compile with model.compile(...), where torch 2.13 allows 64; or raise "
                 "torch._dynamo.config.recompile_limit, in each thread, before the first call",
             )
-        if self.in_step is not None and isinstance(fault, RuntimeError):
+        if self.in_step is not None:
             self.in_step.explain(fault)
 
     def finish(self, result: Any) -> Any:
@@ -126,8 +126,19 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
     Args:
         module: a `CompilableModel`, or the language model around it.
 
-    Raises E208 or E204 for a call that the model cannot run, before anything is written.
+    Raises E208 or E204 for a call that the model cannot run, before anything is written, and E702 on all ranks of a
+    split model if some of them raise that.
     """
+    try:
+        return _enter(module, args, kwargs)
+    except Exception as fault:
+        in_step = module.entered_model()[0].dsv4_in_step
+        if in_step is not None:
+            in_step.reject(fault)
+        raise
+
+
+def _enter(module: Any, args: Any, kwargs: Any) -> Entry:
     arguments = _arguments(module, args, kwargs)
     cache = given_cache(arguments)
     if isinstance(cache, PagedCache) and cache.entered and cache.thread == threading.get_ident():
@@ -154,7 +165,7 @@ def enter(module: Any, args: Any, kwargs: Any) -> Entry:
             model.adopt()
             held.adopt()
         if model.dsv4_in_step is not None:
-            model.dsv4_in_step.begin(arguments)
+            model.dsv4_in_step.begin(arguments, held, model)
     except BaseException:
         held.entered = False
         raise

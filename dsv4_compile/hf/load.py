@@ -35,7 +35,7 @@ from .checkpoint import Checkpoint, Problems, read_checkpoint
 from .convert import convert
 from .model_config import generation_config
 from .placement import Piece, Placement, hf, place, targets
-from .split import check_splittable
+from .split import check_splittable, on_all_ranks
 from .split_load import split_placement
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ _NOTE_SECONDS = 2.0
 """Seconds between two reports of the rate, so that a log gets few lines."""
 
 
+@on_all_ranks
 def load(
     path: str | Path,
     *,

@@ -6,32 +6,34 @@ and output head by vocabulary. Two all-reduces a layer; everything else, caches 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import platform
-import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from .._compat import device_architecture
 from ..config import DeepseekV4Config
-from ..errors import DSV4Error, check, fail
+from ..errors import check, fail
 from ..layout import MX_TILE, WEIGHT_TILE
-from ..parallel import Ranks, agreement, all_gather, all_reduce, symmetric, watchdog
+from ..parallel import Ranks, agreement, all_gather, all_reduce, peers, symmetric
 from ..parallel.collectives import first_object
 from ..parallel.split import Whole, attention_sizes, check_divides, check_layout, part_of, split_of
 from ..reference.moe.expert_weights import weight_format
-from ..runtime import groups
-from .cache import PagedCache
+from .call_facts import fact, generation_facts
+from .generation import is_undisturbed
+from .in_step import Generation, InStep, is_agreed, naming_faults
 from .model import CompilableForCausalLM
 
-_COLLECTIVE = re.compile(r"gloo|nccl|processgroup|timed ?out|broken pipe|connection (?:closed|reset)", re.IGNORECASE)
-"""First lines of the errors that collectives raise."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _BLOCK = {"float": 1, "e4m3": WEIGHT_TILE, "mxfp4": MX_TILE}
 
 
@@ -66,18 +68,52 @@ class SplitForCausalLM(CompilableForCausalLM):
         """Raise E701: a rank has a part of the weights."""
         fail("E701", got="save_pretrained of a model that is split", why=_PART, fix="save the model before convert")
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile in place; ranks that compiled with other options differ at the next call."""
+        super().compile(*args, **kwargs)
+        for module in (self, self.model):
+            module.__dict__["dsv4_compiled"] = repr(fact({"args": args, **kwargs}))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `generate`, whose options, arguments and results are compared with those of all ranks.
+
+        Where code of the caller runs between steps, as in `logits_processor`, each step is compared too.
+
+        Raises E702 on all ranks for a call that differs or that one of them rejects, E703 for a rank that is gone.
+        """
+        in_step: InStep = self.model.dsv4_in_step
+        given = inspect.signature(GenerationMixin.generate).bind_partial(self, *args, **kwargs).arguments
+        others = given.pop("kwargs", {})
+        arguments = {name: value for name, value in given.items() if name not in ("self", "generation_config")} | others
+        in_step.generation = generation = Generation(arguments, is_undisturbed(self, args, kwargs))
+        try:
+            with naming_faults(in_step):
+                result = super().generate(*args, **kwargs)
+                in_step.end_generation(result)
+        except BaseException as fault:
+            in_step.fail_generation(generation, fault)
+            raise
+        finally:
+            in_step.generation = None
+        return result
+
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
         signature = inspect.signature(CompilableForCausalLM._prepare_cache_for_generation)
         call = signature.bind(self, *args, **kwargs).arguments
         options, mode = call["generation_config"], call["generation_mode"]
         if options.max_time is not None:
             fail("E701", got="max_time", why="clocks of ranks differ", fix="pass max_new_tokens")
-        facts = {"rows": call["batch_size"], "length": call["max_cache_length"], "mode": mode.value}
         in_step: InStep = self.model.dsv4_in_step
+        generation = in_step.generation
+        facts = {"rows": call["batch_size"], "length": call["max_cache_length"], "mode": mode.value}
+        given = {} if generation is None else generation.arguments
         with in_step.watched():
-            agreement.check_agree("generate", facts, in_step.ranks)
+            facts |= generation_facts(self, options, given)
+            undisturbed = agreement.agree("generate", facts, in_step.ranks, generation and generation.undisturbed)
             if options.do_sample:
                 share_random_state(self.model.dsv4_cache.seq_lens.device, in_step.ranks)
+        if generation is not None:
+            generation.agreed, generation.in_lockstep = True, not all(undisturbed)
         super()._prepare_cache_for_generation(*args, **kwargs)
 
 
@@ -85,72 +121,25 @@ SplitForCausalLM.__name__ = CompilableForCausalLM.__name__
 _PART = "this rank has a part of its weights"
 
 
-class InStep:
-    """Keeps the calls of a split model the same on all ranks.
+def on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate `convert` or `load`: ranks of a mesh raise E702 if only some of them raise an error there."""
 
-    The first call of each graph is compared: its inputs before, the bits of its results after. All-reduces over
-    symmetric memory wait without end, so a watchdog looks for ranks that are gone.
-    """
+    @functools.wraps(function)
+    def convert(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        mesh: Any = kwargs.get("mesh")
+        if mesh is None:
+            return function(*args, **kwargs)
+        ranks = Ranks.of(mesh)
+        peers.meet(ranks)
+        try:
+            return function(*args, **kwargs)
+        except Exception as fault:
+            if not is_agreed(fault) and not fault.__dict__.get("dsv4_told"):
+                fault.__dict__["dsv4_told"] = True
+                agreement.reject("convert", fault, ranks)
+            raise
 
-    def __init__(self, ranks: Ranks, device: torch.device | None = None, timeout: float = watchdog.TIMEOUT) -> None:
-        self.ranks = ranks
-        self.processes = agreement.Processes(ranks)
-        self.watchdog: watchdog.Watchdog | None = None
-        if ranks.symmetric and device is not None:
-            groups.free_before_destruction()
-            self.watchdog = watchdog.watch(ranks, self.processes, watchdog.DeviceWork(device), timeout)
-        self.seen: set[tuple[Any, ...]] = set()
-        self.comparing: tuple[Any, ...] | None = None
-
-    def begin(self, arguments: Mapping[str, Any]) -> None:
-        """Compare the inputs of a call if it is the first of its graph; raise E702 on all ranks if they differ."""
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        others = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, str))}
-        ids = tensors["input_ids"]
-        kind = ids.shape[0] == 1, ids.shape[1] == 1, tuple(tensors), tuple(others.items())
-        self.comparing = None if kind in self.seen else kind
-        if self.comparing is not None:
-            with self.watched():
-                self._compare(tensors, others)
-        if self.watchdog is not None:
-            self.watchdog.enter()
-
-    def launched(self) -> None:
-        """End a forward that `begin` began, whether or not it failed; its kernels may still run."""
-        if self.watchdog is not None:
-            self.watchdog.exit()
-
-    def watched(self) -> AbstractContextManager[None]:
-        """Watch other calls of the block in which ranks wait for each other."""
-        return nullcontext() if self.watchdog is None else self.watchdog.call()
-
-    def _compare(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
-        facts: dict[str, Any] = {**others, "gradients": torch.is_grad_enabled()}
-        for name, tensor in tensors.items():
-            facts[name] = f"{tuple(tensor.shape)} {tensor.dtype}"
-        agreement.check_agree("shapes of a call", facts, self.ranks)
-        values = {f"bits of {name}": agreement.digest(tensor) for name, tensor in tensors.items()}
-        agreement.check_agree("values of a call", values, self.ranks)
-
-    def finish(self, result: Any, cache: PagedCache) -> None:
-        """Raise E702 unless the result of a first call and `cache` have the same bits on all ranks.
-
-        Logits are gathered, so they alone would hide that ranks had different hidden states.
-        """
-        if self.comparing is None:
-            return
-        values = result if isinstance(result, tuple) else tuple(result.values())
-        floating = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-        cached = [tensor for layer in cache.paged.layers for tensor in layer.tensors().values()]
-        with self.watched():
-            bits = {"bits of outputs": agreement.digest(*floating), "bits of caches": agreement.digest(*cached)}
-            agreement.check_agree("results of a call", bits, self.ranks)
-        self.seen.add(self.comparing)
-
-    def explain(self, fault: BaseException) -> None:
-        """Raise E703 if `fault` is that of a collective, with the ranks that have ended."""
-        if not isinstance(fault, DSV4Error) and _COLLECTIVE.search(str(fault).partition("\n")[0]):
-            self.processes.fail(fault)
+    return convert
 
 
 def check_splittable(attention_only: bool) -> None:
@@ -217,6 +206,7 @@ def split(model: Any, ranks: Ranks, expert_layout: str, options: Mapping[str, An
             "configuration": model.config.to_json_string(),
             "versions": [f"{name} {version(name)}" for name in ("torch", "transformers", "dsv4_compile")],
             "python": platform.python_version(),
+            "CPU": torch.backends.cpu.get_cpu_capability(),
             "device": f"{device.type} {device_architecture(device)}",
             "dtypes": sorted({str(parameter.dtype) for parameter in named.values()}),
             "bits of weights that all ranks have": agreement.digest(*whole),

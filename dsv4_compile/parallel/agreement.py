@@ -1,29 +1,73 @@
-"""Checks that ranks do the same: options, calls and results; and which rank has ended when a collective fails."""
+"""Checks that ranks do the same: options, calls and results."""
 
 from __future__ import annotations
 
-import os
-import platform
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import check, fail
+from ..errors import DSV4Error, check
 from .collectives import gather_objects
+from .peers import Processes
 from .ranks import Ranks
 
-_EXITING = 0x4
-"""Flag of the kernel for a process that is being ended."""
+__all__ = ["Processes", "agree", "check_agree", "check_equal", "digest", "digest_in_order", "reject"]
+
+_REJECTED = "rejected"
+_SHOWN = 120
+"""Characters of a value that a message shows."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, repr=False)
+class _Rejected:
+    """A call that a rank did not make. Ranks that reject it with the same code agree."""
+
+    code: str
+    text: str = field(compare=False)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class _Told(NamedTuple):
+    """The part of a call that a rank is in, what must be equal there, and what need not be."""
+
+    what: str
+    facts: dict[str, Any]
+    notes: Any
 
 
 def check_agree(what: str, facts: Mapping[str, Any], ranks: Ranks) -> None:
     """Raise E702 on all ranks, naming facts and ranks, unless every rank passes equal `facts`."""
-    check_equal(what, gather_objects(dict(facts), ranks))
+    agree(what, facts, ranks)
+
+
+def agree(what: str, facts: Mapping[str, Any], ranks: Ranks, notes: Any = None) -> list[Any]:
+    """Return the `notes` of every rank. Raises E702 on all ranks unless `what` and `facts` are equal on each."""
+    everyone = gather_objects(_Told(what, dict(facts), notes), ranks)
+    places = [told.what if isinstance(told, _Told) else "another collective" for told in everyone]
+    if any(place != places[0] for place in places):
+        check_equal("calls", [{"call": place} for place in places])
+    rejected = [told.facts.get(_REJECTED) for told in everyone]
+    check_equal(what, [{_REJECTED: each} for each in rejected] if any(rejected) else [told.facts for told in everyone])
+    return [told.notes for told in everyone]
+
+
+def reject(what: str, fault: BaseException, ranks: Ranks) -> None:
+    """Take this rank's part in `agree` for a call that ended with `fault` on this rank before it was made.
+
+    Raises E702 on all ranks, with the text of `fault`, unless all reject with the same error.
+    """
+    if isinstance(fault, DSV4Error):
+        code, text = fault.code, f"[{fault.code}] {fault.got}" + (f", {fault.why}" if fault.why else "")
+    else:
+        code, text = type(fault).__name__, (f"{type(fault).__name__}: {fault}").splitlines()[0]
+    agree(what, {_REJECTED: _Rejected(code, text)}, ranks)
 
 
 def check_equal(what: str, found: Sequence[Mapping[str, Any]]) -> None:
@@ -32,8 +76,19 @@ def check_equal(what: str, found: Sequence[Mapping[str, Any]]) -> None:
     for name in sorted({name for each in found for name in each}):
         values = [each.get(name) for each in found]
         if any(value != values[0] for value in values):
-            differing.append(f"{name} = {', '.join(f'{value!r} on rank {i}' for i, value in enumerate(values))}")
+            shown = (f"{text} on rank {rank}" for rank, text in enumerate(_excerpts([*map(repr, values)])))
+            differing.append(f"{name} = {', '.join(shown)}")
     check(not differing, "E702", got=f"{what}: {'; '.join(differing)}")
+
+
+def _excerpts(texts: Sequence[str]) -> Sequence[str]:
+    """Return `texts`, which differ; of long ones what is around the first difference."""
+    if max(map(len, texts)) <= _SHOWN or len(set(texts)) == 1:
+        return texts
+    same = next(i for i, column in enumerate(zip_longest(*texts)) if len(set(column)) > 1)
+    begin = max(0, same - _SHOWN // 3)
+    end = begin + _SHOWN
+    return [f"{'...' * (begin > 0)}{text[begin:end]}{'...' * (len(text) > end)}" for text in texts]
 
 
 def digest(*tensors: Tensor) -> int:
@@ -47,64 +102,12 @@ def digest(*tensors: Tensor) -> int:
     return 0 if total is None else int(total)
 
 
-class Processes:
-    """The processes of all ranks, by which one that has ended is recognised on its host.
-
-    Args:
-        patience: seconds that a process whose connections are closed may need to disappear.
-
-    Attributes:
-        places: by rank, name of its host and number of its process there.
-        visible: by rank, number and beginning of the processes that are seen from here.
-    """
-
-    def __init__(self, ranks: Ranks, patience: float = 5.0) -> None:
-        self.ranks, self.patience = ranks, patience
-        mine = platform.node(), os.getpid(), _started(os.getpid())
-        found = gather_objects(mine, ranks)
-        self.places = [(host, pid) for host, pid, _ in found]
-        # A process in another container has another number there, or none.
-        self.visible = {
-            rank: (pid, started)
-            for rank, (host, pid, started) in enumerate(found)
-            if host == mine[0] and started and _started(pid) == started
-        }
-
-    def gone(self) -> list[int]:
-        """Return the visible ranks whose processes have ended."""
-        return [rank for rank, (pid, started) in self.visible.items() if _started(pid) != started]
-
-    def describe(self, rank: int) -> str:
-        """Return rank, process and host in words."""
-        host, pid = self.places[rank]
-        return f"rank {rank} (process {pid} on {host})"
-
-    def ended(self) -> list[int]:
-        """Return the ranks whose processes have ended, waiting a few seconds for the first one."""
-        deadline = time.monotonic() + self.patience
-        while True:
-            gone = self.gone()
-            if gone or time.monotonic() > deadline:
-                return gone
-            time.sleep(0.05)
-
-    def fail(self, fault: BaseException) -> NoReturn:
-        """Raise E703 for a `fault` of a collective, with the ranks that have ended."""
-        first = (str(fault).strip() or type(fault).__name__).splitlines()[0]
-        names = ", ".join(f"rank {rank} (process {self.visible[rank][0]})" for rank in self.ended())
-        if names:
-            why, fix = f"{names} ended", ""
-        else:
-            why = f"{len(self.visible)} of {self.ranks.size} ranks are seen from here, and none has ended"
-            fix = "make the same calls with the same inputs on every rank; see the errors of the other ranks"
-        fail("E703", got=f"on rank {self.ranks.rank} of {self.ranks.size}: {first}", why=why, fix=fix)
-
-
-def _started(pid: int) -> str:
-    """Return when a process began, in the kernel's words, "" if there is none or it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    # A process that is being ended has its state of before while a driver frees what it held.
-    return "" if fields[0] in "ZX" or int(fields[6]) & _EXITING else fields[19]
+def digest_in_order(tensor: Tensor) -> str:
+    """Return a digest of the bits of a tensor that tells two orders of its values apart. Synchronises."""
+    if not tensor.numel() or tensor.is_meta:
+        return "0"
+    # Two words of a complex value are one after the other.
+    bits = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    word = bits.detach().contiguous().view(-1).view(_WORDS[bits.element_size()]).to(torch.int64)
+    places = torch.arange(1, word.numel() + 1, device=word.device) * 0x9E3779B97F4A7C1
+    return f"{int(((word + 1) * places).sum()) & 0xFFFFFFFFFFFFFFFF:x}"

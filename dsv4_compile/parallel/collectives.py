@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._compat import functional_collectives
+from .peers import gather, naming
 from .ranks import Ranks
 
 
@@ -44,12 +45,12 @@ def _waited(x: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any, ranks: Ranks) -> list[Any]:
-    """Return the picklable `value` of every rank, in their order. Synchronises the host with all ranks."""
-    if ranks.size == 1:
-        return [value]
-    found: list[Any] = [None] * ranks.size
-    torch.distributed.all_gather_object(found, value, group=ranks.group)
-    return found
+    """Return the picklable `value` of every rank, in their order. Synchronises the host with all ranks.
+
+    Raises E703 with the ranks that did not come, if the gather fails.
+    """
+    with naming(ranks):
+        return gather(value, ranks)
 
 
 def first_object(value: Any, ranks: Ranks) -> Any:

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import DSV4Error, check, error
-from .agreement import Processes
 from .collectives import first_object
+from .peers import Processes
 from .ranks import Ranks
 
 TIMEOUT = 10.0
@@ -33,13 +33,26 @@ STATUS = 70
 """Exit status of a process that waited for a rank that is gone."""
 _INTERVAL = 1.0
 """Seconds between two beats, and between two looks at those of the others."""
-_PATIENCE = 3.0
+PATIENCE = 3.0
 """Seconds for an answer of the store, of the device or of a stream, each of which may hang."""
-_LEFT, _BEAT = "left", "beat"
+LEFT, _BEAT = "left", "beat"
 _OUTSIDE = -1
 """Number of the process that holds the store and has no rank in the group, such as torchrun's agent."""
 _log = logging.getLogger("dsv4_compile.parallel")
-_watchdogs: dict[str, Watchdog] = {}
+
+
+class Leaves(Protocol):
+    """A watch over the ranks of a group, which ends with the group."""
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one leaves, and end the threads."""
+
+    def group_exists(self) -> bool:
+        """Return whether the group is still the one that this was made for."""
+
+
+registered: dict[tuple[str, str], Leaves] = {}
+"""Watches by kind and name of their group."""
 
 
 class Work(Protocol):
@@ -75,16 +88,16 @@ class DeviceWork:
             return bool(self.event.query())
 
 
-class _Beats:
+class Beats:
     """The thread that writes this rank's beats to a store and reads those of the others.
 
     Attributes:
-        read: by rank, the newest text "beat NUMBER CALLS" or "left NUMBER CALLS".
+        read: by rank, the newest text "beat NUMBER CALLS" or "left NUMBER CALLS"; CALLS is what `calls` returned.
         rounds: number of rounds that the store has answered.
         lost: whether the connection to the store is closed.
     """
 
-    def __init__(self, store: Any, ranks: Ranks, interval: float, calls: Callable[[], int]) -> None:
+    def __init__(self, store: Any, ranks: Ranks, interval: float, calls: Callable[[], object]) -> None:
         self.store, self.ranks, self.interval, self.calls = store, ranks, interval, calls
         self.read: dict[int, str] = {}
         self.rounds, self.lost = 0, False
@@ -96,7 +109,7 @@ class _Beats:
         number = 0
         while not self.lost:
             last = self.stop.is_set()
-            self._round(f"{_LEFT if last else _BEAT} {number} {self.calls()}")
+            self._round(f"{LEFT if last else _BEAT} {number} {self.calls()}")
             if last:
                 break
             number += 1
@@ -138,20 +151,12 @@ class Watchdog:
     def __init__(
         self, ranks: Ranks, processes: Processes, work: Work, timeout: float, interval: float = _INTERVAL
     ) -> None:
-        from .._compat import default_store
-
         self.ranks, self.processes, self.work = ranks, processes, work
         self.timeout, self.interval = timeout, interval
         self.begun = self.ended = 0
-        # Keys of their own: a store may outlive the group, and the next group may have its name.
-        prefix = f"dsv4_watchdog/{first_object(uuid.uuid4().hex, ranks)}"
-        # A connection of its own: torch holds the other one while it waits for a key.
-        distributed: Any = torch.distributed
-        store = distributed.PrefixStore(prefix, default_store().clone())
-        store.set_timeout(datetime.timedelta(seconds=_PATIENCE))
-        self.holder = _holder(ranks)
+        self.holder = holder_of_store(ranks)
         self._group = id(ranks.group)
-        self._beats = _Beats(store, ranks, interval, lambda: self.ended)
+        self._beats = Beats(new_store("dsv4_watchdog", ranks), ranks, interval, lambda: self.ended)
         self._judge = threading.Thread(target=self._run, name="dsv4-watchdog", daemon=True)
         self._seen: tuple[Any, ...] = ()
         self._before: dict[int, str] = {}
@@ -199,7 +204,7 @@ class Watchdog:
         self._beats.stop.set()
         for thread in (self._beats.thread, self._judge):
             if thread.ident is not None:
-                thread.join(_PATIENCE)
+                thread.join(PATIENCE)
 
     def _run(self) -> None:
         while not self._beats.stop.wait(self.interval):
@@ -238,7 +243,7 @@ class Watchdog:
         if rank == _OUTSIDE:
             all_visible = len(self.processes.visible) == self.ranks.size
             return answered or all_visible or self.holder != _OUTSIDE
-        if text.startswith(_LEFT):
+        if text.startswith(LEFT):
             return False
         if rank == self.holder and self._beats.lost:
             return False
@@ -255,7 +260,7 @@ class Watchdog:
         ended = self.ended
         if self._idle == ended:
             return False
-        done = _within(_PATIENCE, self.work.done)
+        done = _within(PATIENCE, self.work.done)
         if done:
             self._idle = ended
         return not done and self.ended == ended
@@ -263,7 +268,7 @@ class Watchdog:
     def _calls(self, rank: int) -> float:
         """Return the number of calls that `rank` had finished when it left, -1 if it did not say that it left."""
         text = self._beats.read.get(rank, "")
-        if text.startswith(_LEFT):
+        if text.startswith(LEFT):
             return int(text.split()[2])
         return float("inf") if self._closed(rank) else -1
 
@@ -284,7 +289,7 @@ class Watchdog:
         return self.processes.describe(rank) + (", which held the group's store," if rank == self.holder else "")
 
     def _how(self, rank: int) -> str:
-        if self._beats.read.get(rank, "").startswith(_LEFT) or self._closed(rank):
+        if self._beats.read.get(rank, "").startswith(LEFT) or self._closed(rank):
             return "has left: it destroyed the group, or its interpreter ended"
         if rank in self.processes.visible and self._ended(rank):
             return "has ended without leaving: it was killed or crashed"
@@ -303,25 +308,37 @@ def gone_error(ranks: Ranks, found: Sequence[str]) -> DSV4Error:
 def watch(ranks: Ranks, processes: Processes, work: Work, timeout: float, interval: float = _INTERVAL) -> Watchdog:
     """Return the watchdog of the group, a new one if it has none. All ranks of the group call this together."""
     check(timeout > 0, "E201", got=f"rank_timeout={timeout}", fix="pass a number of seconds above 0")
-    found = _watchdogs.get(ranks.name)
-    if found is None or not found.group_exists():
-        if found is not None:
-            found.leave()
-        found = _watchdogs[ranks.name] = Watchdog(ranks, processes, work, timeout, interval)
-    found.timeout = timeout
-    return found
+    key = "watchdog", ranks.name
+    watchdog = registered.get(key)
+    if not isinstance(watchdog, Watchdog) or not watchdog.group_exists():
+        if watchdog is not None:
+            watchdog.leave()
+        watchdog = registered[key] = Watchdog(ranks, processes, work, timeout, interval)
+    watchdog.timeout = timeout
+    return watchdog
 
 
 def leave(name: str | None = None) -> None:
     """Leave the group `name`, or all: their ranks are told, and the threads end."""
-    for each in [each for each in _watchdogs if name in (None, each)]:
-        _watchdogs.pop(each).leave()
+    for key in [key for key in registered if name in (None, key[1])]:
+        registered.pop(key).leave()
 
 
 atexit.register(leave)
 
 
-def _holder(ranks: Ranks) -> int:
+def new_store(name: str, ranks: Ranks) -> Any:
+    """Return a connection to the store of the default group, with keys that no earlier group has used."""
+    from .._compat import default_store
+
+    distributed: Any = torch.distributed
+    # torch holds the other connection while it waits for a key.
+    store = distributed.PrefixStore(f"{name}/{first_object(uuid.uuid4().hex, ranks)}", default_store().clone())
+    store.set_timeout(datetime.timedelta(seconds=PATIENCE))
+    return store
+
+
+def holder_of_store(ranks: Ranks) -> int:
     """Return the rank whose process holds the store of the default group, as torch's launchers set it up."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _OUTSIDE
@@ -349,5 +366,5 @@ def _within(seconds: float, call: Callable[[], bool]) -> bool:
 def _end(fault: DSV4Error) -> None:
     """End the process with the text of `fault` on stderr."""
     os.write(2, f"\n{fault}\n".encode())  # no lock of a stream, which another thread may hold
-    _within(_PATIENCE, lambda: sys.stdout is None or sys.stdout.flush() is None)
+    _within(PATIENCE, lambda: sys.stdout is None or sys.stdout.flush() is None)
     os._exit(STATUS)

@@ -22,6 +22,7 @@ PRELOADED = (
     "dsv4_compile.hf.tiny",
     "tests.debug.rank_checks",
     "tests.parallel.checks",
+    "tests.parallel.ways",
     "tests.parallel.watched",
     "torch._inductor.compile_fx",
 )
