@@ -47,7 +47,7 @@ def find_compiler() -> list[str]:
     program = None if words[0].startswith("-") else shutil.which(words[0])
     if program is None:
         raise Unusable(f"no C++ compiler: CXX names {words[0]!r}, which is no program on PATH")
-    return [program, *words[1:]]
+    return [os.path.abspath(program), *words[1:]]  # it runs in another folder
 
 
 def load(folder: Path, key: str, command: Sequence[str], seconds: float) -> ctypes.CDLL:

@@ -215,6 +215,12 @@ def test_without_a_compiler_no_other_program_runs(
     assert "W603" in record.message and not (tmp_path / "ran").exists()
 
 
+def test_a_compiler_may_be_named_from_the_current_folder(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler('cp "$good" "$out"')
+    monkeypatch.setenv("CXX", "./compiler '--with one argument'")
+    assert build().answer() == 42
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
