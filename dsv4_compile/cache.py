@@ -229,6 +229,13 @@ class PagedCaches:
         cache_format: str | CacheFormat | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        check(
+            isinstance(config, DeepseekV4Config),
+            "E201",
+            got=f"config of type {type(config).__name__}",
+            rule="config is a dsv4_compile.DeepseekV4Config",
+            fix="pass one, or DeepseekV4Config.from_hf(config) for that of transformers",
+        )
         formats = one_format(kv_cache_dtype, cache_format)
         self.config = config
         self.cache_format = CacheFormat.resolve(formats, indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard)

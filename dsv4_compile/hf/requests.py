@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..errors import check
 from ..runtime.addresses import AtFixedAddresses
 from .sampling import RequestSampling
 
@@ -57,6 +58,8 @@ class Request(AtFixedAddresses):
     """
 
     def __init__(self, batch: Batch, progress: Progress) -> None:
+        made = isinstance(progress, Progress)
+        check(made, "E201", got="a Request without a batch", rule="a batch makes its requests", fix="call batch.submit")
         self._batch, self._progress = batch, progress
         progress.request = self
 

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import fail
+from ..errors import check, error, fail
 from ..metadata import MetadataBuffers
+from ..ops.common.define import OPS
+from ..options import Options
 from ..runtime import Statistics, mark_static_inputs, padded_buckets
 from ..runtime.addresses import AddressCheck, named_tensors
 from ..runtime.repeated_layers import writes_out
+from ..sizes import shown
 from .entry import check_call
 from .model import CompilableForCausalLM, cache_like
 from .requests import Progress
@@ -22,6 +25,25 @@ from .unchanged import has_block
 
 Slots = Sequence[Progress | None]
 """Request in each slot of the cache."""
+
+
+def _compiler(backend: Any, options: Any) -> tuple[Any, dict[str, Any] | None]:
+    """Return the function of a backend's name, None without one, and its options. Raises E301 for unknown ones."""
+    from .._compat import lookup_backend
+
+    fix = 'pass "dsv4", the name of a backend that torch.compile knows, or None'
+    check(options is None or isinstance(options, Mapping), "E301", got=f"options={shown(options)}", fix="pass a dict")
+    if backend is None:
+        check(not options, "E301", got=f"options={shown(options)} without a backend", fix='add backend="dsv4"')
+        return None, None
+    check(isinstance(backend, str) or callable(backend), "E301", got=f"backend={shown(backend)}", fix=fix)
+    try:
+        compiler = lookup_backend(backend)
+    except Exception as fault:
+        raise error("E301", got=f"backend={shown(backend)}", why=str(fault).splitlines()[0], fix=fix) from fault
+    if backend == "dsv4":
+        Options.parse(None, options, ops=OPS)
+    return compiler, None if options is None else dict(options)
 
 
 class RunningModel:
@@ -53,9 +75,7 @@ class RunningModel:
         )
         self.graphs = ("cuda" if device.type == "cuda" else "off") if graphs == "auto" else graphs
         mark_static_inputs(named_tensors(self.caches, "caches"))
-        from .._compat import lookup_backend
-
-        compile_options = None if options is None else dict(options)
+        compiler, compile_options = _compiler(backend, options)
 
         def part(step: nn.Module, buckets: Collection[int]) -> Part:
             run: Any = step
@@ -66,7 +86,7 @@ class RunningModel:
             return Part(run, self._buffers, self.caches, buckets, self.graphs)
 
         # A graph reads tensors of repeated layers where `adopt` has put them.
-        repeats = backend is not None and writes_out(lookup_backend(backend), options)
+        repeats = backend is not None and writes_out(compiler, options)
         self._adopts = repeats and self.graphs == "off"
         self._decode = part(DecodeTokens(model), padded_buckets(slots))
         self._prefill = part(PrefillTokens(model), {max(2, self.prefill_chunk // 4), self.prefill_chunk})

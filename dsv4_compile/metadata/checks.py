@@ -5,10 +5,13 @@ Values are checked for host tensors only. For device tensors only shapes are: re
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..errors import check, fail
+from ..errors import check, error, fail
+from ..sizes import check_size, shown
 
 
 def on_host(values: Tensor) -> bool:
@@ -18,9 +21,23 @@ def on_host(values: Tensor) -> bool:
 
 def check_capacity(what: str, got: int, capacity: int, name: str) -> None:
     """Raise E401 unless 0 <= `got` <= `capacity`; `name` is the argument that sets the capacity."""
+    if type(got) is not int and not isinstance(got, torch.SymInt):
+        got = check_size(what, got, 0)
     check(got >= 0, "E401", got=f"{got} {what}", fix=f"pass 0 to {capacity}")
     if got > capacity:
         fail("E401", got=f"{got} {what}, {name}={capacity}", fix=f"allocate for {got} {what}, or send fewer")
+
+
+def int_tensor(name: str, values: Any) -> Tensor:
+    """Return a tensor as it is, and other integers as one. Raises E201 for what is no vector of integers."""
+    if isinstance(values, Tensor):
+        return values
+    try:
+        # No dtype: an integer dtype would silently truncate floats, which `check_ints` finds.
+        return torch.tensor(values, dtype=None if len(values) else torch.int64, device="cpu")
+    except Exception as fault:
+        rule = f"{name} is int32 or int64, of one dim"
+        raise error("E201", got=f"{name}={shown(values)}", rule=rule, fix="pass a list of integers") from fault
 
 
 def check_ints(name: str, values: Tensor) -> None:

@@ -18,7 +18,7 @@ from .. import layout
 from ..errors import check
 from ..ops.metadata.batch_metadata import GROUPS
 from .buffers import PAGE_TOKENS, BufferPlan, groups_of, plan_buffers
-from .checks import check_batch, check_capacity, check_ints, check_lengths, check_table
+from .checks import check_batch, check_capacity, check_ints, check_lengths, check_table, int_tensor
 from .fixed import AtFixedAddresses
 from .types import AttentionMetadata, BlockTables, metadata_of
 
@@ -115,13 +115,13 @@ class MetadataBuffers(AtFixedAddresses):
         long, E403 for a table that is too narrow. For device tensors only shapes are checked, since reading values
         would synchronise.
         """
-        starts, lens = _ints(query_start_loc), _ints(seq_lens)
+        starts, lens = int_tensor("query_start_loc", query_start_loc), int_tensor("seq_lens", seq_lens)
         inputs = {"query_start_loc": starts, "seq_lens": lens}
-        inputs["reserved"] = lens.new_zeros(0) if reserved is None else _ints(reserved)
+        inputs["reserved"] = lens.new_zeros(0) if reserved is None else int_tensor("reserved", reserved)
         if input_ids is not None:
-            inputs["input_ids"] = _ints(input_ids)
+            inputs["input_ids"] = int_tensor("input_ids", input_ids)
         if slot_mapping is not None:
-            inputs["slot_mapping"] = slot_mapping
+            inputs["slot_mapping"] = int_tensor("slot_mapping", slot_mapping)
         for name, values in inputs.items():
             check_ints(name, values)
         longest = check_batch(starts, lens, self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len)
@@ -220,8 +220,3 @@ class MetadataBuffers(AtFixedAddresses):
             fix=f"call refresh({num_tokens}) after load and before metadata",
         )
         return metadata_of({name: tensor[:num_tokens] for name, tensor in self.tensors.items()}, self.block_tables)
-
-
-def _ints(values: Ints) -> Tensor:
-    # No dtype: an integer dtype would silently truncate floats, which load rejects.
-    return values if isinstance(values, Tensor) else torch.tensor(values, dtype=None if len(values) else torch.int64)

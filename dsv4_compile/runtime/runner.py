@@ -20,7 +20,7 @@ from .. import progress
 from .._compat import pytree
 from ..errors import check, fail, warn
 from ..metadata import MetadataBuffers
-from ..sizes import check_size
+from ..sizes import check_size, shown
 from .addresses import AddressCheck, AtFixedAddresses, mark_static_inputs, named_tensors
 from .backends import graphs_for
 from .captures import Capture, Footprint, MemoryPlan
@@ -92,6 +92,8 @@ class DecodeRunner(AtFixedAddresses):
         graphs: str = "auto",
         debug: bool = False,
     ) -> None:
+        check(callable(step), "E201", got=f"step={shown(step)}", rule="a step is a function", fix="pass a function")
+        check(isinstance(buffers, MetadataBuffers), "E201", got=f"buffers={shown(buffers)}", fix="pass MetadataBuffers")
         self._step, self.buffers, self.caches, self.debug = step, buffers, caches, debug
         self.inputs = StepInputs(inputs, buffers.max_num_batched_tokens)
         tokens_each, max_run_steps = check_size("tokens_each", tokens_each), check_size("max_run_steps", max_run_steps)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..errors import check
+from ..errors import check, fail
 from ..metadata import MetadataBuffers
-from ..sizes import check_memory
+from ..sizes import check_memory, shown
 
 Sampler = Callable[[Any], Any]
 
@@ -71,8 +71,20 @@ class Sampling:
 
     def _set(self, chosen: Any, num_reqs: int) -> None:
         if self.drafts is None:
+            if not _is_int(chosen, (num_reqs,)):
+                _fail_sampler(chosen, f"int [{num_reqs}], a token for each request")
             self.tokens[:num_reqs, 0].copy_(chosen)
             return
+        shapes: tuple[tuple[int | None, ...], ...] = (
+            (num_reqs,),
+            (num_reqs, None),
+            (num_reqs, self._tokens_each - 1),
+        )
+        listed = isinstance(chosen, (tuple, list)) and len(chosen) == len(shapes)
+        if not listed or not all(map(_is_int, chosen, shapes)) or not 0 < chosen[1].shape[1] <= self._tokens_each:
+            _fail_sampler(
+                chosen, f"(num_new, tokens, drafts), int [{num_reqs}], [{num_reqs}, S], {list(shapes[2])}, S > 0"
+            )
         num_new, tokens, drafts = chosen
         self.num_new[:num_reqs].copy_(num_new)
         self.tokens[:num_reqs, : tokens.shape[1]].copy_(tokens)
@@ -81,3 +93,20 @@ class Sampling:
     def result(self, steps: int, num_reqs: int) -> tuple[Tensor, Tensor]:
         """Return tokens int64 `[steps, num_reqs, tokens_each]` and the numbers kept, int32 `[steps, num_reqs]`."""
         return self.chosen[:steps, :num_reqs], self.kept[:steps, :num_reqs]
+
+
+def _is_int(value: Any, shape: tuple[int | None, ...]) -> bool:
+    """Return whether a value is an integer tensor of a shape, None for any size."""
+    if (
+        not isinstance(value, Tensor)
+        or value.dtype.is_floating_point
+        or value.dtype.is_complex
+        or value.dtype == torch.bool
+    ):
+        return False
+    return value.dim() == len(shape) and all(n in (None, size) for n, size in zip(shape, value.shape, strict=True))
+
+
+def _fail_sampler(chosen: Any, rule: str) -> NoReturn:
+    got = f"{chosen.dtype} {list(chosen.shape)}" if isinstance(chosen, Tensor) else shown(chosen)
+    fail("E201", got=f"a sampler that returns {got}", rule=f"a sampler returns {rule}", fix="return such tensors")

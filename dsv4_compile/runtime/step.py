@@ -14,7 +14,7 @@ from torch import Tensor
 from .._compat import maybe_mark_dynamic, pytree
 from ..errors import check, fail
 from ..metadata import AttentionMetadata, MetadataBuffers
-from ..sizes import check_size
+from ..sizes import check_size, shown
 from .aliasing import overlap, rows_coincide
 
 StepFunction = Callable[..., Any]
@@ -43,6 +43,8 @@ class Buckets:
     """Sizes to capture, ascending and distinct. Raises E204 for one above `capacity`."""
 
     def __init__(self, sizes: Iterable[int], capacity: int) -> None:
+        listed = isinstance(sizes, Iterable) and not isinstance(sizes, str)
+        check(listed, "E204", got=f"buckets={shown(sizes)}", fix="pass a list of numbers of tokens")
         self.sizes = tuple(sorted({check_size("a bucket", tokens) for tokens in sizes}))
         check(
             bool(self.sizes) and self.sizes[-1] <= capacity,
@@ -90,6 +92,13 @@ class StepInputs(dict[str, Tensor]):
     """Persistent tensors `[>= capacity, ...]` by name, in the order of a step's arguments. E204 for too few rows."""
 
     def __init__(self, tensors: Mapping[str, Tensor], capacity: int) -> None:
+        check(
+            isinstance(tensors, Mapping) and all(isinstance(tensor, Tensor) for tensor in tensors.values()),
+            "E201",
+            got=f"inputs={shown(tensors)}",
+            rule="inputs are tensors by name",
+            fix='pass a dict such as {"hidden": hidden}',
+        )
         super().__init__(tensors)
         for name, tensor in self.items():
             check(
@@ -131,6 +140,8 @@ class StepInputs(dict[str, Tensor]):
         rule, fix = f"inputs are {', '.join(self)}", "pass one of them, as named in DecodeRunner(inputs=...)"
         check(name in self, "E201", got=f"input {name!r}", rule=rule, fix=fix)
         own = self[name]
+        if not isinstance(value, Tensor) or value.is_meta:
+            fail("E201", got=f"{name}={shown(value)}", rule=f"{name} is a tensor with values", fix="pass such a tensor")
         check(
             value.shape == (tokens, *own.shape[1:]) and value.dtype == own.dtype,
             "E201",

@@ -29,13 +29,13 @@ def alone(model: Any, ids: list[int], **options: Any) -> list[int]:
     return list(batch.submit(ids, **options))
 
 
-def damaged(seed: int = 0) -> Any:
+def damaged(seed: int = 0, device: str = "cpu") -> Any:
     """Return a converted model with embeddings of NaN and of infinity."""
     model = tiny_model(seed, **LAYERS)
     model.model.embed_tokens.weight.data[BAD_TOKEN] = math.nan
     model.model.embed_tokens.weight.data[HUGE_TOKEN] = math.inf
     model.lm_head.weight.data[[BAD_TOKEN, HUGE_TOKEN]] = 0
-    return hf.convert(model, max_batch_size=1, max_seq_len=256, attention_only=False)
+    return hf.convert(model.to(device), max_batch_size=1, max_seq_len=256, attention_only=False)
 
 
 def good(length: int, seed: int = 0) -> list[int]:
