@@ -56,6 +56,10 @@ test: install  ## style, types and all tests
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 SYMPY_CACHE_SIZE=100000 TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 $(ISA) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); \
 	tested=$$?; wait $$lint && echo "lint: nothing found" || { cat build/lint.log; exit 1; }; exit $$tested
 
+.PHONY: test-isa
+test-isa: install  ## tests that compare bits, as on a CPU without vectors, with AVX2, with AVX-512 and on this one: six minutes
+	$(ISA) $(BIN)/python tests/tools/isa.py --jobs $(JOBS) $(ARGS)
+
 .PHONY: test-vllm
 test-vllm: $(VLLM_STAMP)  ## the plug-in inside vLLM, in an environment of its own: 11 to 25 minutes
 	$(VLLM_VENV)/bin/python -m pytest -q --noconftest --import-mode=prepend -o norecursedirs= tests/vllm $(ARGS)

@@ -79,7 +79,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say which tests this machine cannot run, so that a green run is not read as more than it is."""
     missing = [] if torch.cuda.is_available() else ["no CUDA device: tests/gpu is not collected"]
-    return [f"torch {torch.__version__}, {torch.get_num_threads()} threads, --seed {config.option.seed}", *missing]
+    capability = torch.backends.cpu.get_cpu_capability()
+    torch_line = f"torch {torch.__version__}, {torch.get_num_threads()} threads, CPU capability {capability}"
+    return [f"{torch_line}, --seed {config.option.seed}", *missing]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,6 +10,6 @@ from .mhc_pre import mhc_pre
 
 
 def mhc_boundary(a: MhcBoundary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the op of this name as its reference does, up to the rounding of sigmoid."""
+    """Compute the op of this name as its reference does, up to the order of sums and the rounding of sigmoid."""
     streams = mhc_post(a.streams, a.output, a.post, a.comb)
     return streams, *mhc_pre(streams, *a[4:])

@@ -19,7 +19,10 @@ def mhc_pre(
     hc_eps: float,
     iterations: int = 20,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the op of this name as its reference does, up to the rounding of sigmoid."""
+    """Compute the op of this name as its reference does, up to the order of sums and the rounding of sigmoid.
+
+    In the kernel, a token has the same bits in any batch.
+    """
     tokens, count, dim = streams.shape
     tensors = streams, fn, base, scale, norm_weight
     if native.takes(*tensors):

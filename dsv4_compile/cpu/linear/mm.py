@@ -1,7 +1,8 @@
 """A float32 GEMM of which a kernel takes a few rows, oneDNN many rows and a large weight, and torch.mm what is left.
 
-One row reads the weight at the rate of memory. oneDNN reads the weight where it is, as torch.mm does; on an AMD CPU it
-is faster than the library that torch.mm calls.
+In the kernel, a row has the same bits alone and among others; libraries may sum in other orders for other numbers of
+rows. oneDNN reads the weight where it is, as torch.mm does; on an AMD CPU it is faster than the library that torch.mm
+calls.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Experts one after the other, each with all of its tokens; the weight of an expert that no token takes is not read.
 
-Places are sorted by expert, so that all but the two GEMMs of an expert is done for all of them at once.
+Places are sorted by expert, so that all but the two GEMMs of an expert is done for all of them at once. In the kernel
+for few tokens, a token has the same bits in any batch; among more, GEMMs may sum in another order.
 """
 
 from __future__ import annotations

@@ -18,7 +18,10 @@ def moe_route(
     top_k: int = 6,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the op of this name as its reference does, with scores up to the order of sums."""
+    """Compute the op of this name as its reference does, with scores up to the order of sums.
+
+    In the kernel, a token has the same bits in any batch.
+    """
     tokens = x.shape[0]
     both = (token_ids is None) == (tid2eid is None)
     if both and native.takes(x, gate, bias, int64=(token_ids, tid2eid)):

@@ -17,7 +17,7 @@ from ..common.rows import write_rows
 
 
 def compress_norm_rope_insert(call: CompressArguments) -> None:
-    """Compute the op of this name as its reference does, bit for bit where no kernel takes it."""
+    """Compute the op of this name as its reference does: bit for bit in calls of torch, up to sums in the kernel."""
     if _in_kernel(call):
         return
     ratio, fmt = call.ratio, call.cache_format
