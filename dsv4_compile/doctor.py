@@ -214,9 +214,10 @@ def prove() -> list[Check]:
 
 def _compiler(name: str) -> Check:
     # The one that Inductor calls; it looks for no other.
-    wanted = os.environ.get("CXX") or ("clang++" if platform.system() == "Darwin" else "g++")
-    if found := shutil.which(wanted):
-        return Check(name, found)
+    named = (os.environ.get("CXX") or "").split()  # arguments may follow
+    wanted = named[0] if named else "clang++" if platform.system() == "Darwin" else "g++"
+    if not wanted.startswith("-") and (found := shutil.which(wanted)):
+        return Check(name, " ".join([found, *named[1:]]))
     level = "warn" if torch.cuda.is_available() else "fix"
     other = next(filter(shutil.which, ("g++", "clang++", "c++")), "")
     return Check(name, f"no {wanted}", level, f"torch.compile on a CPU needs it, or CXX={other or 'another compiler'}")

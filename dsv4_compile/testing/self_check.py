@@ -15,10 +15,12 @@ import selectors
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -80,28 +82,26 @@ def _in_a_process(ops: Sequence[str], device: torch.device) -> Iterator[tuple[st
     waiting = list(ops)
     while waiting:
         hung = False
-        with tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _program(), str(device.index or 0), *waiting],
-                stdout=subprocess.PIPE,
-                bufsize=0,
-                stderr=errors,
-                env=_environment(),
-            )
+        with ExitStack() as stack:
             try:
-                if _line(process, START_LIMIT) != READY:
+                errors = stack.enter_context(tempfile.TemporaryFile())
+                process = _start(waiting, device, errors)
+            except OSError as fault:
+                yield from ((op, f"the self-check did not start: {fault}") for op in waiting)
+                return
+            try:
+                if not _awaited(process, START_LIMIT, lambda line: line == READY or None):
                     process.kill()
                     why = f"the self-check did not start: {_last_line(errors)}"
                     yield from ((op, why) for op in waiting)
                     return
                 while waiting:
-                    line = _line(process, OP_LIMIT)
-                    if not line:
-                        hung = line is None or not _ends(process)
+                    result = _awaited(process, OP_LIMIT, partial(_result, waiting))
+                    if not result:
+                        hung = result is None or not _ends(process)
                         break
-                    op, why = json.loads(line)
-                    waiting.remove(op)
-                    yield op, why
+                    waiting.remove(result[0])
+                    yield result
             finally:
                 process.kill()
                 process.wait()
@@ -110,13 +110,47 @@ def _in_a_process(ops: Sequence[str], device: torch.device) -> Iterator[tuple[st
                 yield waiting.pop(0), f"{end}: {_last_line(errors)}"
 
 
+def _start(ops: Sequence[str], device: torch.device, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", _program(), str(device.index or 0), *ops]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
+    return subprocess.Popen(command, bufsize=0, env=_environment(), **streams)  # type: ignore[call-overload, no-any-return]
+
+
+def _awaited(process: subprocess.Popen[bytes], limit: float, read: Callable[[str], Any]) -> Any:
+    """Return what `read` makes of the first line that it knows, others being of libraries that print.
+
+    "" if the process closed its output, None if there was no such line for `limit` seconds.
+    """
+    end = time.monotonic() + limit
+    while (left := end - time.monotonic()) > 0:
+        line = _line(process, left)
+        if not line:
+            return line
+        if (known := read(line)) is not None:
+            return known
+    return None
+
+
+def _result(waiting: Sequence[str], line: str) -> tuple[str, str] | None:
+    """Return op and fault of a line, None for another line."""
+    try:
+        op, why = json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return (op, str(why)) if op in waiting else None
+
+
 def _line(process: subprocess.Popen[bytes], limit: float) -> str | None:
-    """Return the next line of a process; "" if it closed its output, None if it printed nothing for `limit` seconds."""
+    """Return the next line of a process; "" if it closed its output, None if it printed nothing for `limit` seconds.
+
+    An empty line is a space.
+    """
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         # Unbuffered: a line that was read ahead would not be seen by the selector.
-        return process.stdout.readline().decode().strip() if selector.select(limit) else None
+        line = process.stdout.readline().decode(errors="replace") if selector.select(limit) else None
+        return line and (line.strip() or " ")
 
 
 def _ends(process: subprocess.Popen[bytes]) -> bool:

@@ -78,6 +78,17 @@ def test_lines_that_come_together_are_all_read(processes: Callable[[str], None])
     assert check(*OPS) == dict.fromkeys(OPS, "")
 
 
+def test_lines_of_other_programs_are_passed_over(processes: Callable[[str], None]) -> None:
+    other = 'os.write(1, b\'\\xff text\\n{}\\n[1, 2]\\n["other", ""]\\n5\\n\')'
+    processes(f"import os; {other}\n" + PROGRAM.format(action=other))
+    assert check(*OPS) == dict.fromkeys(OPS, "")
+
+
+def test_a_python_that_cannot_be_started_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/none/python")
+    assert all(why.startswith("the self-check did not start: ") for why in check(*OPS).values())
+
+
 def test_a_process_that_does_not_start_is_not_started_again(processes: Callable[[str], None]) -> None:
     processes("raise SystemExit('no module named torch')")
     assert set(check(*OPS).values()) == {"the self-check did not start: no module named torch"}
