@@ -157,6 +157,18 @@ def test_compiled_and_captured_steps_choose_the_tokens_of_eager_transformers(cap
     assert sampled.tokens == alone(captured.model, sampled.prompt, max_new_tokens=8, **SAMPLED)
 
 
+def test_captured_steps_isolate_logits_of_nan(captured: Any) -> None:
+    ids, weight = [token % 511 for token in prompt(20)], captured.model.model.embed_tokens.weight.data
+    want = list(captured.submit(ids, max_new_tokens=8))
+    before = weight[511].clone()
+    weight[511] = torch.nan  # in place, where the graphs read it
+    good, bad = captured.submit(ids, max_new_tokens=8), captured.submit([1, 511], max_new_tokens=8, temperature=1e-39)
+    captured.run()
+    weight[511] = before
+    assert (good.tokens, bad.tokens, bad.state) == (want, [], "failed")
+    assert list(captured.submit([1, 511], max_new_tokens=8)) == alone(captured.model, [1, 511], max_new_tokens=8)
+
+
 def test_a_weight_that_a_capture_reads_elsewhere_is_an_error(captured: Any) -> None:
     request, head = captured.submit(prompt(3), max_new_tokens=3), captured.model.lm_head
     weight = head.weight
