@@ -139,7 +139,7 @@ def _timeline(nodes: Sequence[Node]) -> str:
         rows.append(
             f'<div class="lane" role="group" aria-label="{escape(name)}"><span>{escape(name)}</span>{own}</div>'
         )
-    shown = colours | ({"others": _OTHERS} if {node.op for node in nodes} - {*colours} else {})
+    shown = {**colours, **({"others": _OTHERS} if {node.op for node in nodes} - {*colours} else {})}
     legend = "".join(f'<span><i style="background:{c}"></i>{escape(_short(op))}</span> ' for op, c in shown.items())
     return f"""<h2>Timeline</h2>
 <div class="tools" role="toolbar" aria-label="Zoom"><button type="button" id="in">Zoom in</button>

@@ -21,7 +21,8 @@ from .page import html
 from .rows import PARTS, Node, Replay, Total
 
 SCHEMA = "dsv4.replay/1"
-MOST_NODES = 20_000
+MOST_NODES = 10_000
+"""Nodes of a record that is read: a comparison takes their square."""
 _KERNEL_NAME = 48
 _SAVED = "report.save('replay.html') writes a page with a timeline, '.json' a record for `dsv4 explain --diff`."
 
