@@ -71,15 +71,13 @@ class InStep:
         ids = tensors["input_ids"]
         kind = ids.shape[0] == 1, ids.shape[1] == 1, tuple(tensors), tuple(others.items())
         self.comparing = None if kind in self.seen else kind
-        facts = {**others, **({} if model is None else settings(model))}
-        facts |= {} if cache is None else {"cache": cache_facts(cache)}
         if self.comparing is not None:
             with self.watched():
-                self._compare(tensors, facts)
+                self._compare(tensors, others, cache, model)
         self._enter()
         if self.comparing is None and self._compares(ids):
             try:
-                self._compare(tensors, facts)
+                self._compare(tensors, others, cache, model)
             except BaseException:
                 self.launched()
                 raise
@@ -107,8 +105,12 @@ class InStep:
         """Watch other calls of the block in which ranks wait for each other."""
         return nullcontext() if self.watchdog is None else self.watchdog.call()
 
-    def _compare(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
-        facts: dict[str, Any] = dict(others)
+    def _compare(
+        self, tensors: Mapping[str, Tensor], others: Mapping[str, Any], cache: PagedCache | None, model: Any
+    ) -> None:
+        facts: dict[str, Any] = {**others, **({} if model is None else settings(model))}
+        if cache is not None:
+            facts["cache"] = cache_facts(cache)
         for name, tensor in tensors.items():
             facts[name] = f"{tuple(tensor.shape)} {tensor.dtype}"
             facts[f"values of {name}"] = agreement.digest_in_order(tensor)

@@ -22,10 +22,11 @@ from .._compat import device_architecture
 from ..config import DeepseekV4Config
 from ..errors import check, fail
 from ..layout import MX_TILE, WEIGHT_TILE
-from ..parallel import Ranks, agreement, all_gather, all_reduce, peers, symmetric
+from ..parallel import Ranks, agreement, all_gather, all_reduce, host_waits, peers, symmetric, watchdog
 from ..parallel.collectives import first_object
 from ..parallel.split import Whole, attention_sizes, check_divides, check_layout, part_of, split_of
 from ..reference.moe.expert_weights import weight_format
+from ..runtime import groups
 from .call_facts import fact, generation_facts
 from .generation import is_undisturbed
 from .in_step import Generation, InStep, is_agreed, naming_faults
@@ -127,11 +128,15 @@ def on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def convert(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         mesh: Any = kwargs.get("mesh")
+        timeout: Any = kwargs.get("rank_timeout", watchdog.TIMEOUT)
         if mesh is None:
             return function(*args, **kwargs)
         ranks = Ranks.of(mesh)
         peers.meet(ranks)
+        agreement.compare_barriers()
         try:
+            if host_waits.watch(ranks, timeout) is not None:
+                groups.free_before_destruction()
             return function(*args, **kwargs)
         except Exception as fault:
             if not is_agreed(fault) and not fault.__dict__.get("dsv4_told"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -12,10 +13,19 @@ from torch import Tensor
 
 from ..errors import DSV4Error, check
 from .collectives import gather_objects
-from .peers import Processes
+from .peers import Processes, ranks_of
 from .ranks import Ranks
 
-__all__ = ["Processes", "agree", "check_agree", "check_equal", "digest", "digest_in_order", "reject"]
+__all__ = [
+    "Processes",
+    "agree",
+    "check_agree",
+    "check_equal",
+    "compare_barriers",
+    "digest",
+    "digest_in_order",
+    "reject",
+]
 
 _REJECTED = "rejected"
 _SHOWN = 120
@@ -68,6 +78,25 @@ def reject(what: str, fault: BaseException, ranks: Ranks) -> None:
     else:
         code, text = type(fault).__name__, (f"{type(fault).__name__}: {fault}").splitlines()[0]
     agree(what, {_REJECTED: _Rejected(code, text)}, ranks)
+
+
+def compare_barriers() -> None:
+    """Let torch.distributed.barrier raise E702 or E703 in groups whose ranks have met."""
+    distributed: Any = torch.distributed
+    barrier = distributed.barrier
+    if hasattr(barrier, "dsv4_compares"):
+        return
+
+    @functools.wraps(barrier)
+    def compared_barrier(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
+        ranks = None if async_op or not distributed.is_initialized() else ranks_of(group)
+        if ranks is not None:
+            agree("torch.distributed.barrier", {}, ranks)
+        return barrier(group, async_op, *args, **kwargs)
+
+    compared_barrier.dsv4_compares = True  # type: ignore[attr-defined]
+    distributed.barrier = compared_barrier
+    distributed.distributed_c10d.barrier = compared_barrier
 
 
 def check_equal(what: str, found: Sequence[Mapping[str, Any]]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DSV4Error, fail
+from ..errors import DSV4Error, check, fail
 from . import watchdog
 from .peers import meet
 from .ranks import Ranks
@@ -206,6 +206,8 @@ class HostWaits:
 
 def watch(ranks: Ranks, timeout: float) -> HostWaits | None:
     """Return what counts the waits of a group of gloo, the same for all its models; None for another backend."""
+    number = isinstance(timeout, (int, float)) and timeout > 0
+    check(number, "E201", got=f"rank_timeout={timeout!r}", rule="rank_timeout is a number of seconds above 0")
     if ranks.size == 1 or str(torch.distributed.get_backend(ranks.group)) != "gloo":
         return None
     key = "waits", ranks.name

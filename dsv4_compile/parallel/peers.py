@@ -6,7 +6,6 @@ before the first collective is named too. Collectives of this package run inside
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import re
@@ -162,8 +161,14 @@ def meet(ranks: Ranks) -> Processes:
     known = _met.get(ranks.name)
     if known is None or not known.of_group():
         known = _met[ranks.name] = Processes(ranks)
-        _name_ranks_in_barriers()
     return known
+
+
+def ranks_of(group: Any) -> Ranks | None:
+    """Return the ranks of a process group that have met, the default group for None; None if they have not."""
+    world: Any = torch.distributed.group.WORLD
+    known = _met.get(str(getattr(world if group is None else group, "group_name", "")))
+    return known.ranks if known is not None and known.of_group() else None
 
 
 def known_processes(ranks: Ranks) -> Processes | None:
@@ -219,29 +224,6 @@ def _store(ranks: Ranks) -> Any:
 
     distributed: Any = torch.distributed
     return distributed.PrefixStore(f"dsv4_ranks/{ranks.name}", default_store())
-
-
-def _name_ranks_in_barriers() -> None:
-    """Let torch.distributed.barrier raise E703 in groups whose ranks have met."""
-    distributed: Any = torch.distributed
-    barrier = distributed.barrier
-    if hasattr(barrier, "dsv4_names"):
-        return
-
-    @functools.wraps(barrier)
-    def named_barrier(group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("async_op") or (args and args[0]):
-            return barrier(group, *args, **kwargs)
-        name = getattr(distributed.group.WORLD if group is None else group, "group_name", "")
-        known = _met.get(name) or next((each for each in _met.values() if group is None), None)
-        if known is None or not known.of_group():
-            return barrier(group, *args, **kwargs)
-        with naming(known.ranks):
-            return barrier(group, *args, **kwargs)
-
-    named_barrier.dsv4_names = True  # type: ignore[attr-defined]
-    distributed.barrier = named_barrier
-    distributed.distributed_c10d.barrier = named_barrier
 
 
 def _fields(pid: int) -> list[str]:

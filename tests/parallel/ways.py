@@ -118,6 +118,14 @@ def other_kind_of_call(me: Me) -> None:
         generate(me)
 
 
+def barrier_instead(me: Me) -> None:
+    barrier(me) if me.odd else generate(me)
+
+
+def timeout_of_ranks(me: Me) -> None:
+    hf.convert(tiny_model(**MODEL), **SIZES | {"rank_timeout": "soon" if me.odd else 2.0}, mesh=me.mesh)
+
+
 def training(me: Me) -> None:
     model = model_of(me.mesh)
     if me.odd:
@@ -214,6 +222,8 @@ DIFFERS: dict[str, tuple[Callable[[Me], object], tuple[str, ...]]] = {
         ("rejected", "ZeroDivisionError: division by zero"),
     ),
     "kind of call": (other_kind_of_call, ("call = 'generate' on rank 0",)),
+    "barrier": (barrier_instead, ("call = 'generate' on rank 0", "barrier")),
+    "timeout of ranks": (timeout_of_ranks, ("rejected", "rank_timeout='soon'")),
     "training mode": (training, ("training mode = False on rank 0",)),
     "training mode of a forward": (training_direct, ("rejected", "training mode")),
     "values of ids": (lambda me: forward(me, ids(2, 5), ids(2, 5, first=2)), ("values of input_ids",)),
@@ -290,6 +300,14 @@ def in_convert(me: Me) -> None:
     model_of(me.mesh)
 
 
+def stopped_in_convert(me: Me) -> None:
+    from dsv4_compile.parallel import agreement
+
+    if me.odd:
+        agreement.digest = lambda *_: stop()  # type: ignore[assignment, return-value]
+    model_of(me.mesh)
+
+
 def in_load(me: Me) -> None:
     path = saved(me)
     if me.odd:
@@ -354,6 +372,7 @@ GONE: dict[str, tuple[Callable[[Me], object], tuple[str, ...]]] = {
     "fewer calls, and exits": (fewer, ("ended",)),
     "stopped in a forward": (in_forward(stop), ("is stopped",)),
     "stopped between steps": (at_token(stop), ("is stopped",)),
+    "stopped in convert": (stopped_in_convert, ("is stopped",)),
     "stopped before a call": (before(stop), ("is stopped",)),
     "stopped before a barrier": (before(stop, barrier), ("is stopped",)),
     "raises in a forward, and exits": (in_forward(divide), ("rank",)),
