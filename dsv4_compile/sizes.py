@@ -35,7 +35,7 @@ def check_size(name: str, value: Any, least: int = 1) -> int:
 
     Raises E204 for another type (bool, float, text, a tensor) and for a value outside `least` to `MOST`.
     """
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= value <= MOST:
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= MOST:
         return int(value)
     fail(
         "E204",
