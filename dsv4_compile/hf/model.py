@@ -49,6 +49,11 @@ def _model_forward(forward: _Forward) -> _Forward:
     return wrapped
 
 
+def _is_custom_code(cls: type) -> bool:
+    """Return that transformers knows the model: `save_pretrained` then writes the names that checkpoints have."""
+    return False
+
+
 class CompilableAttention(hf.DeepseekV4Attention):
     """Attention module that runs a `dsv4_compile.DeepseekV4Attention`, which shares its parameters."""
 
@@ -82,6 +87,8 @@ class CompilableNorm(hf.DeepseekV4RMSNorm):
 
 class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
     """Decoder stack that builds metadata once per step from lengths on the device, without masks or Python counters."""
+
+    is_custom_code = classmethod(_is_custom_code)
 
     def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
         """Return this model and what allocates a cache for it."""
@@ -258,6 +265,8 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
 
     # Dynamo must not trace the checks of a wrapper from torch.compile(model), but compile what they call.
     __call__ = torch.compiler.disable(EnteredOnHost.__call__, recursive=False, reason=WHY_NOT_WHOLE)
+
+    is_custom_code = classmethod(_is_custom_code)
 
     def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
         """Return the decoder stack and what allocates a cache for it."""
