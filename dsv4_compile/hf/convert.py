@@ -192,6 +192,7 @@ def convert(
 def revert(model: Any) -> Any:
     """Restore the original classes of a converted model, drop its caches and its compiled calls; return the object.
 
+    Weights that were rows of one matrix get memory of their own, which temporarily needs that of one matrix more.
     Compile it again, if you want to, as you would compile the original.
     """
     _check_converted(model)
@@ -203,6 +204,9 @@ def revert(model: Any) -> Any:
         fix="load it again",
     )
     for root in (model, *model.model.dsv4_settings.layers):  # also layers that were removed
+        for module in root.modules():
+            if isinstance(module, (CompilableAttention, layers.CompilableMoe)):
+                module.release()
         _swap_classes(root, _ORIGINAL)
         for module in root.modules():
             for name in _OF_LAYER:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .._compat import module_hooks, storage_identity
 from ..cache import LayerCache
 from ..metadata import AttentionMetadata
+from ..runtime.aliasing import byte_range
 from .guards import GLOBAL_HOOKS, HOOKS, module_text, modules_of, tensors_in
 from .layers import CompilableDecoderLayer
 
@@ -43,22 +44,22 @@ class Repeated(NamedTuple):
 
 def without_rows(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that are not rows of another one: layers multiply by the matrices that weights are rows of."""
-    whole: dict[int, list[tuple[int, int]]] = {}
     places = {name: _place(tensor) for name, tensor in named.items()}
-    for storage, begin, end in places.values():
-        whole.setdefault(storage, []).append((begin, end))
+    parts, whole = set(), ("", 0, 0)
+    for memory, begin, end in sorted(set(places.values()), key=lambda place: (*place[:2], -place[2])):
+        if memory == whole[0] and end <= whole[2]:
+            parts.add((memory, begin, end))
+        else:
+            whole = memory, begin, end
+    return {name: tensor for name, tensor in named.items() if places[name] not in parts}
 
-    def is_part(storage: int, begin: int, end: int) -> bool:
-        return any(a <= begin and end <= b and (a, b) != (begin, end) for a, b in whole[storage])
 
-    return {name: tensor for name, tensor in named.items() if not is_part(*places[name])}
-
-
-def _place(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the storage of a tensor, and its first and last element there."""
-    begin = int(tensor.storage_offset())
-    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return storage_identity(tensor), begin, begin + length
+def _place(tensor: Tensor) -> tuple[str, int, int]:
+    """Return the memory that a tensor lies in, and its first byte there and the byte after its last."""
+    begin, end = byte_range(tensor)
+    start = tensor.untyped_storage().data_ptr()
+    # Storages of one memory may differ, and those of the meta device have no address.
+    return (str(tensor.device), begin + start, end + start) if start else (str(storage_identity(tensor)), begin, end)
 
 
 def repeats_of(model: Any, named: Mapping[str, Tensor]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from ..errors import check
-from ..modules.stacked import are_rows, as_rows
+from ..modules.stacked import are_rows, as_rows, in_shared_memory, release_rows
 from ..parallel import Ranks, all_reduce
 from .expected import CALLED, READ, READ_HEAD
 from .shared_weights import ReadModules
@@ -95,7 +95,7 @@ class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
 
     ranks: Ranks | None = None
     first_expert: int = 0
-    shared_w13: Tensor
+    shared_w13: Tensor | None
     shared_w13_scale: Tensor | None
 
     def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
@@ -110,27 +110,45 @@ class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
             routed.down_proj,
             _scale(routed, "gate_up_proj"),
             _scale(routed, "down_proj"),
-            self.shared_w13,
+            self._gate_and_up("weight") if self.shared_w13 is None else self.shared_w13,
             down.weight,
-            self.shared_w13_scale,
+            self._gate_and_up("weight_scale_inv") if self.shared_w13 is None else self.shared_w13_scale,
             _scale(down, "weight"),
             float(routed.limit),
             self.first_expert,
         )
         return all_reduce(out, self.ranks).view_as(hidden_states)
 
+    def _gate_and_up(self, leaf: str) -> Tensor | None:
+        """Return the shared expert's rows of gate and up, copied, for weights that must stay where they are."""
+        rows = [getattr(part, leaf, None) for part in (self.shared_experts.gate_proj, self.shared_experts.up_proj)]
+        if rows[0] is None:
+            return None
+        return torch.cat([row.view(torch.uint8) for row in rows]).view(rows[0].dtype)
+
     def arrange(self) -> None:
-        """Make the shared expert's gate and up rows of one matrix, in place, unless they are."""
+        """Make the shared expert's gate and up rows of one matrix, in place, unless they are or cannot be."""
         parts = self.shared_experts.gate_proj, self.shared_experts.up_proj
         for name, leaf in (("shared_w13", "weight"), ("shared_w13_scale", "weight_scale_inv")):
             rows: list[Any] = [getattr(part, leaf, None) for part in parts]
             held = self.__dict__.get(name)
             # In __dict__, so that nn.Module does not register the matrix beside its rows.
-            if rows[0] is None:
+            if rows[0] is None or any(map(in_shared_memory, rows)):
                 self.__dict__[name] = None
             elif held is None or not are_rows(rows, held):
                 with torch.inference_mode(False), torch.no_grad():
-                    self.__dict__[name] = as_rows(rows, None)
+                    self.__dict__[name] = as_rows(rows)
+
+    def release(self) -> None:
+        """Drop the matrices, and move the parameters that are their rows to memory that is theirs alone."""
+        for name, leaf in (("shared_w13", "weight"), ("shared_w13_scale", "weight_scale_inv")):
+            if self.__dict__.pop(name, None) is not None:
+                parts = self.shared_experts.gate_proj, self.shared_experts.up_proj
+                release_rows(getattr(part, leaf) for part in parts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the matrices, which a copy builds from the parameters."""
+        return self.__dict__ | {"shared_w13": None, "shared_w13_scale": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompilableMoe:
         super()._apply(fn, recurse)

@@ -65,6 +65,12 @@ class CompilableAttention(hf.DeepseekV4Attention):
         out = self.dsv4(flat, metadata, caches[self.layer_idx])
         return out.view_as(hidden_states), None
 
+    def release(self) -> None:
+        """Move the parameters out of the matrices that they are rows of."""
+        ours = vars(self).get("dsv4")
+        if ours is not None:
+            ours.release()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompilableAttention:
         """Convert the parameters and stack them again."""
         super()._apply(fn, recurse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from .compressor import Compressor
 from .indexer import Indexer
 from .linear import Fp8Linear, Linear, Norm
 from .stacked import Projection, stacks
+
+_STACKS = ("hidden_stacks", "latent_stacks")
 
 
 class LayerWeights(nn.Module):
@@ -80,13 +83,20 @@ class LayerWeights(nn.Module):
 
     def stack(self) -> None:
         """Stack the linears of one input if possible (see `stacked`). Call it again after one is replaced."""
-        self.hidden_stacks = stacks(self._hidden_projections(), self.single_gemm)
-        self.latent_stacks = stacks(self._latent_projections())
+        stacked: list[Any] = [stack for name in _STACKS for stack in getattr(self, name, ())]
+        known = [matrix for stack in stacked for matrix in stack.buffers()]
+        self.hidden_stacks = stacks(self._hidden_projections(), self.single_gemm, known)
+        self.latent_stacks = stacks(self._latent_projections(), known=known)
 
     def arrange(self) -> None:
         """Move weights that got other storage back into their stacks: `Stack.arrange` of all stacks."""
         for stack in (*self.hidden_stacks, *self.latent_stacks):
             stack.arrange()
+
+    def release(self) -> None:
+        """Move weights out of their stacks: `Stack.release` of all stacks."""
+        for stack in (*self.hidden_stacks, *self.latent_stacks):
+            stack.release()
 
     def _hidden_projections(self) -> list[Projection]:
         """Return qr, kv, and, if the layer has them, the indexer's weights and the compressors' kv_score."""

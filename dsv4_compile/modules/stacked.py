@@ -1,18 +1,20 @@
 """Linears of one input, stacked into one matrix, so that one GEMM computes them all.
 
-Every linear keeps its module, its parameters and their names. Only the storage is shared: the weights become
+Every linear keeps its module, its parameters and their names. Only the memory is shared: the weights become
 consecutive rows of one matrix. Nothing is copied at use, nothing is stored twice, and loading a parameter writes the
-matrix.
+matrix. The storage object of a parameter spans its own rows only, because savers take tensors with one storage for tied
+weights and write the whole storage of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..layout import WEIGHT_TILE
 from .linear import Fp8Linear, Linear, linear, linear_fp32
@@ -27,15 +29,20 @@ class Projection(NamedTuple):
     float32: bool = False
 
 
-def stacks(projections: Sequence[Projection], single_gemm: bool | None = None) -> nn.ModuleList:
-    """Return the fewest `Stack`s for `projections`, in order: neighbours with weights of one kind share a stack."""
+def stacks(
+    projections: Sequence[Projection], single_gemm: bool | None = None, known: Sequence[Tensor] = ()
+) -> nn.ModuleList:
+    """Return the fewest `Stack`s for `projections`, in order: neighbours with weights of one kind share a stack.
+
+    Weights that are the rows of one of the matrices `known` stay there.
+    """
 
     def kind(projection: Projection) -> tuple[Any, ...]:
         part = projection.parts[0]
         weight = part.weight if isinstance(part, (Linear, Fp8Linear)) else None
         return type(part), None if weight is None else (weight.dtype, weight.device, weight.shape[1])
 
-    return nn.ModuleList(Stack(tuple(group), single_gemm) for _, group in groupby(projections, kind))
+    return nn.ModuleList(Stack(tuple(group), single_gemm, known) for _, group in groupby(projections, kind))
 
 
 def project(x: Tensor, projections: Sequence[Projection], stacked: nn.ModuleList) -> list[Tensor]:
@@ -60,6 +67,7 @@ class Stack(nn.Module):
         single_gemm: compute results of both dtypes in one GEMM with a float32 result, and round the others after it,
             as a GEMM in their dtype would. None: on CUDA, where it saves a launch, but not on a CPU, where bfloat16
             weights would have to be widened at each call; two GEMMs over disjoint rows run there.
+        known: matrices that the weights may be the rows of already.
 
     The weights are stacked if they are of one kind; `reason` says why they are not, "" if they are. `arrange` stacks
     them again after a parameter got other storage. It runs after `to` and its variants, load_state_dict, copying and
@@ -69,7 +77,9 @@ class Stack(nn.Module):
     weight: Tensor | None
     scale: Tensor | None
 
-    def __init__(self, projections: tuple[Projection, ...], single_gemm: bool | None = None) -> None:
+    def __init__(
+        self, projections: tuple[Projection, ...], single_gemm: bool | None = None, known: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__()
         self.projections = projections
         self.single_gemm = single_gemm
@@ -78,23 +88,29 @@ class Stack(nn.Module):
         self.register_buffer("weight", None, persistent=False)
         self.register_buffer("scale", None, persistent=False)
         self.reason = ""
-        self.arrange()
+        self.arrange(known)
 
     @property
     def parts(self) -> tuple[AnyLinear, ...]:
         """All linears, in the order of their rows."""
         return tuple(part for projection in self.projections for part in projection.parts)
 
-    def arrange(self) -> None:
+    def arrange(self, known: Sequence[Tensor] = ()) -> None:
         """Make the weights rows of one matrix, in place, unless they are already or cannot be."""
         self.reason = why_unsupported(self.parts)
         if not self.reason:
             self.widths = [sum(part.weight.shape[0] for part in each.parts) for each in self.projections]
         # Parameters must not become inference tensors, which could not be loaded into later.
         with torch.inference_mode(False), torch.no_grad():
-            self.weight = None if self.reason else as_rows([part.weight for part in self.parts], self.weight)
+            self.weight = None if self.reason else as_rows([part.weight for part in self.parts], self.weight, *known)
             scales = [part.scale for part in self.parts if isinstance(part, Fp8Linear)]
-            self.scale = None if self.reason or not scales else as_rows(scales, self.scale)
+            self.scale = None if self.reason or not scales else as_rows(scales, self.scale, *known)
+
+    def release(self) -> None:
+        """Move the weights to memory that is theirs alone, until `arrange` stacks them again."""
+        if self.weight is not None:
+            release_rows(parameter for part in self.parts for parameter in part.parameters())
+        self.weight = self.scale = None
 
     def _intact(self) -> bool:
         """Return whether floating weights are still the rows of `weight`, cheaply enough for every call."""
@@ -152,6 +168,10 @@ class Stack(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         self.arrange()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the matrices, which a copy builds from the parameters."""
+        return {**self.__dict__, "_buffers": dict.fromkeys(self._buffers)}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.arrange()
@@ -182,6 +202,8 @@ def why_unsupported(parts: Sequence[AnyLinear]) -> str:
                 return f"{parameter.dtype} on {parameter.device} with {model.dtype} on {model.device}"
             if parameter.shape[1:] != model.shape[1:]:
                 return "inputs of different widths"
+            if in_shared_memory(parameter):
+                return "a weight in shared memory"
     if len({id(part.weight) for part in parts}) < len(parts):
         return "a weight that is used twice"
     if isinstance(first, Fp8Linear):
@@ -192,26 +214,52 @@ def why_unsupported(parts: Sequence[AnyLinear]) -> str:
     return ""
 
 
-def as_rows(parameters: Sequence[nn.Parameter], matrix: Tensor | None) -> Tensor:
-    """Return the matrix whose rows are `parameters`: `matrix` if it is, or else a new one that they move to."""
-    if matrix is not None and are_rows(parameters, matrix):
-        return matrix
+def in_shared_memory(tensor: Tensor) -> bool:
+    """Return whether other processes may read a tensor on a CPU where it is, so that it must stay there."""
+    return tensor.device.type == "cpu" and tensor.is_shared()
+
+
+def as_rows(parameters: Sequence[nn.Parameter], *known: Tensor | None) -> Tensor:
+    """Return the matrix whose rows are `parameters`: one of `known`, or else a new one that they move to."""
+    for matrix in known:
+        if matrix is not None and are_rows(parameters, matrix):
+            return matrix
     first = parameters[0]
     shape = (sum(p.shape[0] for p in parameters), first.shape[1])
     end = first.storage_offset() + shape[0] * shape[1]
     if end * first.element_size() <= first.untyped_storage().nbytes():
         matrix = first.data.as_strided(shape, (shape[1], 1))
         if are_rows(parameters, matrix):
+            for parameter in parameters:
+                parameter.data = with_storage(parameter.data)
             return matrix
     matrix = torch.empty(shape, dtype=first.dtype, device=first.device)
     row = 0
     for parameter in parameters:
         rows = matrix[row : row + parameter.shape[0]]
         rows.copy_(parameter.data)
-        parameter.data = rows
+        parameter.data = with_storage(rows)
         row += parameter.shape[0]
     _wait_for(matrix)
     return matrix
+
+
+def with_storage(rows: Tensor) -> Tensor:
+    """Return `rows`, contiguous, with a storage that spans them alone and keeps the memory that they lie in.
+
+    A fake tensor, or one on a device without DLPack, is returned as it is.
+    """
+    if type(rows) is not Tensor or rows.device.type not in ("cpu", "cuda"):
+        return rows
+    # As bytes, because DLPack has no name for some dtypes of 8 bits in torch 2.11.
+    return from_dlpack(to_dlpack(rows.view(torch.uint8))).view(rows.dtype)
+
+
+def release_rows(parameters: Iterable[nn.Parameter]) -> None:
+    """Move parameters out of the matrix that they lie in, to memory that is theirs alone."""
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter in parameters:
+            parameter.data = parameter.data.clone()
 
 
 def _wait_for(matrix: Tensor) -> None:

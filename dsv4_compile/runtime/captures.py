@@ -161,9 +161,15 @@ def check_not_capturing(inner: str) -> None:
 
 
 def tensor_bytes(tree: Any) -> int:
-    """Return the bytes of the distinct storages of the tensors in `tree`."""
-    storages = (leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    """Return the bytes that the storages of the tensors in `tree` span, where several overlap once."""
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    spans = {(str(t.device), t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors}
+    total, last, end = 0, "", 0
+    for device, begin, length in sorted(spans):
+        counted = max(end - begin, 0) if device == last else 0
+        total += max(length - counted, 0)
+        last, end = device, max(end if device == last else 0, begin + length)
+    return total
 
 
 def explain_failure(fault: BaseException, what: str) -> GraphError:

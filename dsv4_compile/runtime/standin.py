@@ -98,7 +98,7 @@ class Recorder(TransparentMode):
         self.calls: list[_RecordedCall] = []
         self.allocated = 0
         self._own: set[int] = set()  # addresses of storages made while recording
-        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._saved: dict[tuple[int, int], tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._outside: dict[int, torch.UntypedStorage] = {}
         self._inside_call = False
 
@@ -155,12 +155,13 @@ class Recorder(TransparentMode):
         for tensor in _tensors(written):
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
-            if address not in self._own and address not in self._saved:
-                self._saved[address] = storage, storage.clone()
+            place = address, storage.nbytes()
+            if address not in self._own and place not in self._saved:
+                self._saved[place] = storage, storage.clone()
 
     def undo(self) -> None:
         """Restore memory that the recorded ops wrote and did not allocate: a capture executes nothing."""
-        for storage, before in reversed(self._saved.values()):  # two storages may share memory through NumPy
+        for storage, before in reversed(self._saved.values()):  # two storages may share memory
             storage.copy_(before)
         self._saved.clear()
 

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from dsv4_compile import hf
 from dsv4_compile.hf.tiny import tiny_model
+from dsv4_compile.runtime.captures import tensor_bytes
 
 MAX_SEQ_LEN = 512
 
@@ -146,11 +147,11 @@ def test_norms_return_the_dtype_of_their_input(monkeypatch: pytest.MonkeyPatch) 
 
 
 def storage_bytes(model) -> int:
-    """Return the bytes of the distinct storages of parameters and stacked matrices."""
+    """Return the bytes of the memory that parameters and stacked matrices span."""
     tensors = list(model.parameters())
     for layer in model.model.layers:
         tensors += [t for t in layer.self_attn.dsv4.buffers() if t is not layer.self_attn.dsv4.cos_sin]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return tensor_bytes(tensors)
 
 
 def test_weights_are_shared_and_keep_their_names() -> None:

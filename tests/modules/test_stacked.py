@@ -19,6 +19,7 @@ from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.modules import DeepseekV4Attention, stacked
 from dsv4_compile.modules.linear import Fp8Linear, Linear
 from dsv4_compile.modules.stacked import Projection, Stack, stacks
+from dsv4_compile.runtime.captures import tensor_bytes
 from dsv4_compile.testing import assert_bitwise, assert_close
 from tests.backend.functional import fused
 from tests.modules.engine import KINDS, Engine
@@ -28,10 +29,9 @@ HIDDEN = SMALL.hidden_size
 
 
 def bytes_of(module: nn.Module) -> tuple[int, int]:
-    """Return the bytes of the parameters, and of the distinct storages of parameters and matrices."""
+    """Return the bytes of the parameters, and of the memory that parameters and matrices span."""
     tensors = [*module.parameters(), *(b for name, b in module.named_buffers() if not name.endswith("cos_sin"))]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(p.nbytes for p in module.parameters()), sum(storages.values())
+    return sum(p.nbytes for p in module.parameters()), tensor_bytes(tensors)
 
 
 def expected(stack: Stack, x: Tensor) -> list[Tensor]:
