@@ -121,7 +121,9 @@ class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
 
     def _gate_and_up(self, leaf: str) -> Tensor | None:
         """Return the shared expert's rows of gate and up, copied, for weights that must stay where they are."""
-        rows = [getattr(part, leaf, None) for part in (self.shared_experts.gate_proj, self.shared_experts.up_proj)]
+        rows: list[Any] = [
+            getattr(part, leaf, None) for part in (self.shared_experts.gate_proj, self.shared_experts.up_proj)
+        ]
         if rows[0] is None:
             return None
         return torch.cat([row.view(torch.uint8) for row in rows]).view(rows[0].dtype)

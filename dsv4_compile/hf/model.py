@@ -94,7 +94,7 @@ class CompilableNorm(hf.DeepseekV4RMSNorm):
 class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
     """Decoder stack that builds metadata once per step from lengths on the device, without masks or Python counters."""
 
-    is_custom_code = classmethod(_is_custom_code)
+    is_custom_code: Any = classmethod(_is_custom_code)
 
     def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
         """Return this model and what allocates a cache for it."""
@@ -272,7 +272,7 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
     # Dynamo must not trace the checks of a wrapper from torch.compile(model), but compile what they call.
     __call__ = torch.compiler.disable(EnteredOnHost.__call__, recursive=False, reason=WHY_NOT_WHOLE)
 
-    is_custom_code = classmethod(_is_custom_code)
+    is_custom_code: Any = classmethod(_is_custom_code)
 
     def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
         """Return the decoder stack and what allocates a cache for it."""

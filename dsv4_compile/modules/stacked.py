@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils import dlpack
 
 from ..layout import WEIGHT_TILE
 from .linear import Fp8Linear, Linear, linear, linear_fp32
@@ -251,8 +251,10 @@ def with_storage(rows: Tensor) -> Tensor:
     """
     if type(rows) is not Tensor or rows.device.type not in ("cpu", "cuda"):
         return rows
-    # As bytes, because DLPack has no name for some dtypes of 8 bits in torch 2.11.
-    return from_dlpack(to_dlpack(rows.view(torch.uint8))).view(rows.dtype)
+    # As bytes, because DLPack has no name for some dtypes of 8 bits in torch 2.11. A capsule, because a tensor on a GPU
+    # that is not the current one refuses to be exported.
+    capsule = dlpack.to_dlpack(rows.view(torch.uint8))  # type: ignore[attr-defined]
+    return torch.from_dlpack(capsule).view(rows.dtype)
 
 
 def release_rows(parameters: Iterable[nn.Parameter]) -> None:
