@@ -20,13 +20,14 @@ from ..parallel import Ranks, attention_config, watchdog
 from ..rope_tables import cos_sin_cache
 from ..selection import proven
 from ..sizes import check_optional_size, check_size
-from . import layers, split
+from . import adapters, layers, split
 from .cache import PagedCache
 from .expected import READ, READ_HEAD, check_layers, check_model, check_untied
 from .guards import REPEATS, STATE, TENSORS
 from .kinds import Repeated
 from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, cache_like, hf
 from .shared_weights import ReadSettings, SharedWeights, why_unreadable
+from .undo import undone_on_failure
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,6 +54,7 @@ OPS = ("moe_experts", "moe_route", "mhc_pre", "mhc_boundary", "mhc_head")
 """Ops that stand for what surrounds attention."""
 
 
+@undone_on_failure
 @split.on_all_ranks
 def convert(
     model: Any,
@@ -83,8 +85,9 @@ def convert(
         max_step_tokens: most tokens that one forward adds to a sequence (None = max_seq_len). Smaller values shrink
             the window and compressor-state caches; longer prompts then go through
             `generate(prefill_chunk_size=max_step_tokens)`.
-        merge_adapters: fold adapters of linears whose modules are not called (PEFT's LoRA layers) into their weights
-            and remove them. Without it, adapters there raise E208.
+        merge_adapters: fold all adapters (PEFT's) into the weights, as active as they are now, and remove them. Their
+            weights are copied to the memory of the host meanwhile. Without it, only `embed_tokens`, `lm_head` and, with
+            `attention_only`, modules outside of attention may have adapters. E208 for one that no weights stand for.
         attention_only: leave experts, routers, hyper-connections and norms as transformers computes them. Otherwise
             they become ops too (`moe_route`, `moe_experts`, `mhc_*`), with weights in bfloat16, float32, e4m3 or MXFP4
             as they are stored, and all in float32 between. Where `auto` has no proven kernel for one of them on the
@@ -102,6 +105,9 @@ def convert(
     Later changes of weights take effect at the next call: in place, `load_state_dict` (with `assign` too),
     `module.weight = ...` and `weight.data = ...`. Hooks, adapters and parametrisations of modules that are read and
     not called, as attention's linears, raise E208.
+
+    A convert that raises leaves the model as it was, except that with `mesh` it may have kept its part already, and
+    then goes on from there when it is called again.
 
     Raises E205 for an unsupported configuration, E208 for an unsupported model, E701 for ranks that do not divide it,
     and E702 for ranks that differ.
@@ -136,10 +142,11 @@ def convert(
     if not attention_only and (why := why_unproven_around_attention(device)):
         _log.warning("experts, routers and hyper-connections on %s: %s; attention_only=True leaves them", device, why)
     config = DeepseekV4Config.from_hf(model.config)
+    if merge_adapters:
+        adapters.merge(model)
+    adapters.check_called(model, attention_only=attention_only, split=mesh is not None)
     check_layers(model.model.layers, config)
     for i, layer in enumerate(model.model.layers):
-        if merge_adapters:
-            _merge_adapters(layer.self_attn if attention_only else layer)
         _check_readable(f"layer {i}", layer.self_attn)
         if not attention_only:
             _check_readable(f"layer {i}", layer, READ)
@@ -256,14 +263,6 @@ def _swap_classes(model: nn.Module, swaps: dict[type, Any]) -> None:
     for module in model.modules():
         if type(module) in swaps:
             module.__class__ = swaps[type(module)]
-
-
-def _merge_adapters(source: nn.Module) -> None:
-    """Replace each adapted linear, as PEFT's, by its merged base linear."""
-    for name, module in list(source.named_modules()):
-        if hasattr(module, "base_layer"):
-            module.merge()
-            source.set_submodule(name, module.get_base_layer())
 
 
 def _shared_weights(

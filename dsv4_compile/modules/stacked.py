@@ -254,7 +254,7 @@ def with_storage(rows: Tensor) -> Tensor:
     # As bytes, because DLPack has no name for some dtypes of 8 bits in torch 2.11. A capsule, because a tensor on a GPU
     # that is not the current one refuses to be exported.
     capsule = dlpack.to_dlpack(rows.view(torch.uint8))  # type: ignore[attr-defined]
-    return torch.from_dlpack(capsule).view(rows.dtype)
+    return dlpack.from_dlpack(capsule).view(rows.dtype)
 
 
 def release_rows(parameters: Iterable[nn.Parameter]) -> None:
