@@ -77,7 +77,7 @@ def convert(
     Args:
         model: a `DeepseekV4ForCausalLM` in eval mode, on its final device. Parameters are shared, not copied. Some move
             to be rows of one matrix (see `modules.stacked`), which temporarily needs memory for a few matrices of one
-            layer.
+            layer. CUDA cannot send such a parameter to another process: send a clone.
         max_batch_size: most sequences in a batch.
         max_seq_len: most tokens of a sequence, prompt and answer together.
         kv_cache_dtype, indexer_cache_dtype, hadamard: see `dsv4_compile.cache.CacheFormat.resolve`. With `auto` the
