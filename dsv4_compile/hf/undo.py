@@ -60,7 +60,7 @@ class Before:
                     value.clear()
                     value.update(content) if isinstance(value, (dict, set)) else value.extend(content)
             now, then = vars(module), {name: value for name, value, _ in attributes}
-            if not _same(now, then):  # another thread may run a model that convert has refused at once
+            if not _same(now, then):  # untouched, it may be running in another thread
                 now.clear()
                 now.update(then)
         vars(self.model).update(kept)
