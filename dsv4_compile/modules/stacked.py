@@ -251,8 +251,8 @@ def with_storage(rows: Tensor) -> Tensor:
     """
     if type(rows) is not Tensor or rows.device.type not in ("cpu", "cuda"):
         return rows
-    # As bytes: DLPack has no name for some dtypes of 8 bits in torch 2.11. A capsule: exporting a tensor raises where its
-    # GPU is not the current one.
+    # As bytes: DLPack has no name for some dtypes of 8 bits in torch 2.11. A capsule: exporting a tensor raises where
+    # its GPU is not the current one.
     capsule = dlpack.to_dlpack(rows.view(torch.uint8))  # type: ignore[attr-defined]
     return dlpack.from_dlpack(capsule).view(rows.dtype)
 
