@@ -75,6 +75,10 @@ ranks: install  ## all ways in which a rank differs or is gone, on 2 and 4 proce
 storm: install  ## 2,000 requests, hostile ones among them, through one running batch: five minutes
 	OMP_NUM_THREADS=1 DSV4_STORM=$(STORM) $(BIN)/python -m pytest -q -s tests/hf/test_running_storm.py $(ARGS)
 
+.PHONY: hostile
+hostile: install  ## 1,560 odd values in config.json and 235 damaged folders, each loaded and examined: minutes
+	OMP_NUM_THREADS=1 DSV4_HOSTILE=all $(BIN)/python -m pytest -q tests/hf/test_hostile.py $(ARGS)
+
 .PHONY: mutate
 mutate: install $(MUTATE_STAMP)  ## change the source in 120 places, one at a time, and record which changes no test notices: an hour
 	$(MUTATE_VENV)/bin/python tests/tools/mutate.py --python $(abspath $(BIN)/python) --jobs $(JOBS) $(ARGS)

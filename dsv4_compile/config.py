@@ -81,6 +81,7 @@ class DeepseekV4Config:
 
     def __post_init__(self) -> None:
         check_attention({name: getattr(self, name) for name in self.__slots__})
+        check(self.yarn is None or isinstance(self.yarn, Yarn), "E205", got=f"yarn={shown(self.yarn)}")
         object.__setattr__(self, "compress_ratios", tuple(max(1, int(r)) for r in self.compress_ratios))
         bad = sorted(set(self.compress_ratios) - set(_KIND_OF_RATIO))
         check(not bad, "E205", got=f"compress_ratios with {bad}", why="V4.1 and other variants are not supported")

@@ -131,7 +131,9 @@ def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
         raise ValueError(f"a tensor named {shown(name)}")
     if not isinstance(entry, dict):
         raise ValueError(f"{name} is {shown(entry)}, not an object")
-    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
     if not is_name(dtype):
         raise ValueError(f"{name} of dtype {shown(dtype)}")
     dims = isinstance(shape, list) and len(shape) <= _MOST_DIMS and all(_is_size(dim, _MOST_DIM) for dim in shape)

@@ -13,6 +13,8 @@ from .paths import is_name, shown, why_bad_file_name
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MOST_FILES = 10_000
+"""Safetensors files of a folder: V4-Pro has 64."""
 _OF_MANY = re.compile(r"(.*-)([0-9]{1,9})-of-([0-9]{1,5})\.safetensors")
 
 
@@ -30,7 +32,9 @@ def read_index(folder: Path) -> dict[str, str]:
     weights = read_json(folder, folder / INDEX, most_bytes=MOST_INDEX).get("weight_map")
     if not isinstance(weights, dict) or not weights or not all(isinstance(file, str) for file in weights.values()):
         raise error("E209", got=f"{folder / INDEX} without a weight_map", fix="download the file again")
-    for file in set(weights.values()):
+    files = set(weights.values())
+    _check_number(folder, len(files))
+    for file in files:
         why = why_bad_file_name(file)
         place = f", outside of {folder}" if why.startswith("it names") else ""
         check(not why, "E209", got=f"{INDEX} with {file if is_name(file) else shown(file)}{place}", why=why)
@@ -47,13 +51,21 @@ def weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
         return [folder / SINGLE]
     names = sorted(os.listdir(folder))
     files = [name for name in names if name.endswith(".safetensors") and not name.startswith("adapter_")]
+    _check_number(folder, len(files))
     bad = next((name for name in files if why_bad_file_name(name)), None)
     check(bad is None, "E209", got=f"a file named {shown(bad)}", why=why_bad_file_name(bad), fix="rename it")
     numbered = [match for name in files if (match := _OF_MANY.fullmatch(name))]
     if numbered and len(numbered) == len(files):
         stem, digits, count = numbered[0].groups()
+        _check_number(folder, int(count))
         files += (f"{stem}{i:0{len(digits)}}-of-{count}.safetensors" for i in range(1, int(count) + 1))
     return sorted({folder / name for name in files})
+
+
+def _check_number(folder: Path, count: int) -> None:
+    check(
+        count <= MOST_FILES, "E209", got=f"{count} safetensors files in {folder}", why=f"at most {MOST_FILES} are read"
+    )
 
 
 def other_weights(folder: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import DSV4Error, error
 from .paths import open_inside, read_exactly, shown
 
-MOST_TENSORS = 250_000
+MOST_TENSORS = 200_000
 """Tensors of the largest checkpoint: V4-Pro, experts stored one by one, has about 145,000."""
 MOST_CONFIG = 4 << 20
 """Bytes of the longest configuration."""

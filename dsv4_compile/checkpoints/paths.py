@@ -121,7 +121,7 @@ def _check_regular(facts: os.stat_result) -> None:
 def read_exactly(descriptor: int, size: int) -> bytes:
     """Return the next `size` bytes, fewer at the end of the file."""
     parts = []
-    while size > 0 and (part := os.read(descriptor, min(size, 1 << 24))):
+    while size > 0 and (part := os.read(descriptor, size)):
         parts.append(part)
         size -= len(part)
     return b"".join(parts)

@@ -18,7 +18,7 @@ from .header import DTYPES, LENGTH, Source, Stored, digest_of
 from .paths import Identity, open_inside, read_exactly
 
 Index = tuple[int | slice, ...]
-CHUNK = 32 << 20
+CHUNK = 2 << 20
 """Bytes of the buffer through which tensors reach another device or dtype."""
 _FIX = "download the file again, and load when nothing writes to the folder"
 
@@ -71,7 +71,8 @@ class Reader:
             return torch.stack([self.read(stored, (begin + i, *rest)) for i in range(count)])
         value = torch.empty((count, *stored.shape[1:]), dtype=dtype, device="cpu")
         self._fill(value, stored, begin * (stored.nbytes // stored.shape[0]))
-        return value[(0 if isinstance(first, int) else slice(None), *rest)]
+        selected: Index = (0 if isinstance(first, int) else slice(None), *rest)
+        return value[selected]
 
     def copy(self, stored: Stored, part: Index, destination: Tensor) -> None:
         """Copy a tensor, or the part of it that `part` selects, to `destination`, which has exactly its shape."""

@@ -128,8 +128,7 @@ def _memory(checkpoint: Checkpoint, placement: Placement) -> list[Row]:
     """Return what weights and caches take, and how many GPUs of each sort hold them."""
     weights, config = placement.nbytes(), DeepseekV4Config.from_hf(checkpoint.config)
     formats = CacheFormat.resolve(model_dtype=placement.model.config.dtype)
-    sizes = {"max_batch_size": BATCH, "max_seq_len": TOKENS}
-    caches = PagedCaches(config, **sizes, cache_format=formats, device="meta").nbytes
+    caches = PagedCaches(config, max_batch_size=BATCH, max_seq_len=TOKENS, cache_format=formats, device="meta").nbytes
     split = placement.nbytes(lambda name: split_of(name) is not None)
     found = [
         Row("memory", f"{weights / _GIGA:.2f} GB of weights, {caches / _GIGA:.2f} GB of caches for {BATCH} x {TOKENS}")

@@ -6,6 +6,7 @@ MXFP4 weights keep their format in transformers' FP8 modules, or become floating
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -293,10 +294,15 @@ def _fp8_experts(config: Any, expert_dtype: str, options: dict[str, Any]) -> Any
     config.expert_dtype = expert_dtype
     if "expert_dtype" in inspect.signature(FP8Experts).parameters:
         options["expert_dtype"] = expert_dtype
-    made = use_experts_implementation(
+    return _dispatched_experts()(config, **options)
+
+
+@functools.cache
+def _dispatched_experts() -> Any:
+    """Return FP8Experts, wrapped once: each call wraps its `__init__` again, until a load recurses too deeply."""
+    return use_experts_implementation(
         experts_class=FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS, has_bias=False, has_gate=True
     )
-    return made(config, **options)
 
 
 def _format(weight: Stored | None, experts: bool) -> str:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from dsv4_compile import hf, progress
 from dsv4_compile.checkpoints.reader import Reader
@@ -311,3 +312,10 @@ def test_the_default_dtype_and_device_of_the_caller_do_not_matter(folder: Path, 
         torch.set_default_dtype(torch.float32)
     ids = random_ids(1, 40)
     torch.testing.assert_close(logits(model, ids), logits(original, ids, use_cache=False), atol=1e-4, rtol=0)
+
+
+def test_a_second_load_wraps_no_class_again(folder: Path) -> None:
+    load(folder)
+    before = FP8Experts.__init__
+    load(folder)
+    assert FP8Experts.__init__ is before
