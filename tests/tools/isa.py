@@ -34,7 +34,6 @@ FILES = (
     "tests/backend/test_fuse_latent.py",
     "tests/backend/test_fuse_output.py",
     "tests/lowering/test_calls_on_cpu.py",
-    "tests/lowering/test_from_reference.py",
     "tests/modules/test_side_stream.py",
     "tests/modules/test_stacked.py",
     "tests/ops/attention/test_inv_rope.py",
