@@ -113,6 +113,10 @@ def intel_for_mkl(folder: Path) -> Path | None:
 def run(level: Level, files: tuple[str, ...], jobs: int, preload: Path | None, arguments: list[str]) -> int:
     """Run the tests of `files` at a level; return pytest's exit status."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **level.environment}
+    # Inductor's cache would return code of another level: its key does not have ATEN_CPU_CAPABILITY.
+    cache = Path(tempfile.gettempdir(), f"dsv4_isa_{os.getuid()}_{level.name}")
+    cache.mkdir(mode=0o700, exist_ok=True)
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     environment.pop("PYTEST_XDIST_WORKER", None)
     environment.pop("PYTEST_XDIST_WORKER_COUNT", None)
     if preload is not None:
