@@ -125,6 +125,7 @@ PRIVATE: dict[str, PrivateName] = {
     "convert_frame": PrivateName("torch._dynamo.convert_frame", "", "functions that were traced"),
     "RecompileLimit": PrivateName("torch._dynamo.exc", "FailOnRecompileLimitHit", "raised for one graph too many"),
     "RestartAnalysis": PrivateName("torch._dynamo.exc", "RestartAnalysis", "raised when a graph is traced again"),
+    "TorchDynamoException": PrivateName("torch._dynamo.exc", "TorchDynamoException", "wraps errors of a trace"),
     "eval_frame": PrivateName("torch._C._dynamo.eval_frame", "", "drops the compiled versions of one function"),
     "CleanupManager": PrivateName("torch._dynamo.utils", "CleanupManager", "names that torch adds to compiled modules"),
     "pgo": PrivateName("torch._dynamo.pgo", "", "sizes seen so far, restored after explain()"),

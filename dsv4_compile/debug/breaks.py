@@ -101,6 +101,7 @@ _RULES = (
         "{0} returns a number that depends on values",
         _KEEP_A_TENSOR,
     ),
+    _Rule(r"\(reason: E\d{3}: ([^:\n]+): ([^\n]+)\)", "{0}", "{1}"),  # of a function of this package
     _Rule(
         r"torch\.compiler\.disable",
         "the function called here is marked torch.compiler.disable",

@@ -16,21 +16,21 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._compat import RecompileLimit, eval_frame, record_outputs
-from ..errors import check, fail
+from .._compat import RecompileLimit, TorchDynamoException, eval_frame, record_outputs
+from ..errors import DSV4Error, check, error, fail
 from ..runtime.addresses import compared
 from ..runtime.repeated_layers import handed
 from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
 from .generation import LOCK, current, take_own
 from .guards import compile_arguments, drop_guards
-from .inputs import in_rows, kept
+from .inputs import WHY_NO_AUTOCAST, in_rows, kept, refuse_autocast
 from .results import inference_only, with_cache
 from .unchanged import is_unchanged
 
 NO_WEIGHTS = "sparse attention builds no attention matrix"
 _STALE = f"a stale {CACHE_NAME}"
 WHY_NOT_WHOLE = (
-    "a call of a converted model is checked on the host, before its graph: compile the model itself, "
+    "E208: a call of a converted model is checked on the host, before its graph: compile the model itself, "
     'model.compile(fullgraph=True, backend="dsv4"), or the function around it without fullgraph=True'
 )
 """Why torch.compile(function, fullgraph=True) does not trace a call of the model in that function."""
@@ -93,7 +93,10 @@ class Entry:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def explain(self, fault: BaseException) -> None:
-        """Raise E208 for one graph too many and E703 for a `fault` of a collective; return for any other."""
+        """Raise what torch wrapped in `fault`: an error of this package, E208 for one graph too many or for autocast.
+
+        Raises E703 for a fault of a collective, and returns for any other.
+        """
         if isinstance(fault, RecompileLimit):
             fail(
                 "E208",
@@ -102,8 +105,14 @@ class Entry:
                 fix="compile with model.compile(...), where torch 2.13 allows 64; or raise "
                 "torch._dynamo.config.recompile_limit, in each thread, before the first call",
             )
+        ours = wrapped_error(fault) if isinstance(fault, TorchDynamoException) else None
         if self.in_step is not None:
-            self.in_step.explain(fault)
+            self.in_step.explain(ours or fault)
+        if ours is not None:
+            raise ours from fault
+        autocast = WHY_NO_AUTOCAST in str(fault) or "class `autocast`" in str(fault)
+        if isinstance(fault, TorchDynamoException) and autocast:
+            refuse_autocast(self.arguments["input_ids"].device.type)
 
     def finish(self, result: Any) -> Any:
         """Count the step, and return the model's `result` with the caller's cache; its backward raises E206."""
@@ -172,6 +181,16 @@ def _enter(module: Any, args: Any, kwargs: Any) -> Entry:
     held.interrupted = True  # until `finish`
     arguments[CACHE_NAME] = held
     return Entry(arguments, held, handle, model)
+
+
+def wrapped_error(fault: BaseException) -> DSV4Error | None:
+    """Return a copy of the error of this package that torch raised `fault` for, or None."""
+    cause: BaseException | None = fault
+    while cause is not None and not isinstance(cause, DSV4Error):
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    return error(cause.code, got=cause.got, why=cause.why, fix=cause.fix, rule=cause.rule)
 
 
 ON_HOST: tuple[Callable[..., Any], ...] = (enter, Entry.finish, Entry.release)
@@ -243,12 +262,7 @@ def check_call(model: Any, arguments: dict[str, Any]) -> None:
         )
     device = model.dsv4_cache.seq_lens.device
     if torch.is_autocast_enabled(device.type):
-        fail(
-            "E208",
-            got=f"torch.autocast({device.type!r})",
-            why="ops round where DeepSeek-V4 does, in the dtypes of the weights",
-            fix="leave the autocast block, or load the model in the dtype you want",
-        )
+        refuse_autocast(device.type)
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point()):
         fail(
             "E208",
@@ -269,7 +283,7 @@ def _refuse_uncalled() -> NoReturn:
     )
 
 
-refuse_uncalled: Callable[[], NoReturn] = torch.compiler.disable(_refuse_uncalled, reason=f"E208: {WHY_NOT_WHOLE}")
+refuse_uncalled: Callable[[], NoReturn] = torch.compiler.disable(_refuse_uncalled, reason=WHY_NOT_WHOLE)
 """`_refuse_uncalled`, or in a trace with fullgraph=True torch's error with this reason."""
 
 

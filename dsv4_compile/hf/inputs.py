@@ -1,11 +1,21 @@
-"""Token ids and masks of a call, as graphs take them."""
+"""Token ids, masks and modes of a call, as graphs take them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from .._compat import maybe_mark_dynamic
+from ..errors import fail
+
+WHY_NO_AUTOCAST = "ops round where DeepSeek-V4 does, in the dtypes of the weights, and not under torch.autocast"
+_FIX_AUTOCAST = (
+    "leave the autocast block, hook or wrapper (mixed_precision of accelerate, bf16 or fp16 of Trainer), or load the "
+    "model in the dtype you want"
+)
 
 
 def mark_dynamic_tokens(tensor: Tensor) -> Tensor:
@@ -33,3 +43,25 @@ def in_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
 def kept(mask: Tensor, columns: int) -> Tensor:
     """Return which of the last `columns` columns of an attention mask hold a token, bool `[B, columns]`."""
     return mask[:, mask.shape[1] - columns :] != 0
+
+
+def check_autocast(tensor: Tensor) -> None:
+    """Raise E208 under torch.autocast for the tensor's device, which wrappers and hooks enter inside a call."""
+    if torch.is_autocast_enabled(tensor.device.type):
+        refuse_autocast(tensor.device.type)
+
+
+def _refuse_autocast(device_type: str) -> NoReturn:
+    """Raise E208 for torch.autocast."""
+    fail(
+        "E208",
+        got=f"torch.autocast({device_type!r})",
+        why=WHY_NO_AUTOCAST,
+        fix=_FIX_AUTOCAST,
+    )
+
+
+refuse_autocast: Callable[[str], NoReturn] = torch.compiler.disable(
+    _refuse_autocast, reason=f"E208: {WHY_NO_AUTOCAST}: {_FIX_AUTOCAST}"
+)
+"""`_refuse_autocast`, or in a trace with fullgraph=True torch's error with this reason."""

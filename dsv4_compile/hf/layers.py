@@ -18,6 +18,7 @@ from ..errors import check
 from ..modules.stacked import are_rows, as_rows, in_shared_memory, release_rows
 from ..parallel import Ranks, all_reduce
 from .expected import CALLED, READ, READ_HEAD
+from .inputs import check_autocast
 from .shared_weights import ReadModules
 
 hf: Any = modeling_deepseek_v4
@@ -31,6 +32,7 @@ class CompilableDecoderLayer(hf.DeepseekV4DecoderLayer):
 
     def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Return the streams `[B, S, N, hidden]` after attention and experts."""
+        check_autocast(hidden_states)
         rows, columns = hidden_states.shape[:2]
         streams = hidden_states.flatten(0, 1)
         y, post, comb = _ops.mhc_pre(streams, *_mix(self.attn_hc, self.input_layernorm))
@@ -52,6 +54,7 @@ class CompilableHead(hf.DeepseekV4HyperHead):
 
     def forward(self, x: Tensor, norm: Any) -> Tensor:
         """Return the normed mix `[B, S, hidden]` of the streams `[B, S, N, hidden]`."""
+        check_autocast(x)
         mix = self.hc_fn, self.hc_base, self.hc_scale, norm.weight, norm.variance_epsilon, self.eps
         out: Tensor = _ops.mhc_head(x.flatten(0, 1), *mix)
         return out.view(*x.shape[:2], -1)
@@ -59,6 +62,7 @@ class CompilableHead(hf.DeepseekV4HyperHead):
 
 def _route(router: Any, x: Tensor, bias: Tensor | None, *table: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits `[T, E]` for who records them, weights float32 `[T, K]` and ids int32 `[T, K]`."""
+    check_autocast(x)
     flat = x.reshape(-1, router.hidden_dim)
     # In a graph the logits are computed only if they are recorded.
     logits = torch.nn.functional.linear(flat, router.weight)
@@ -100,6 +104,7 @@ class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
 
     def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """Return the sum of each token's experts, in the shape of `hidden_states` `[B, S, hidden]`."""
+        check_autocast(hidden_states)
         _, weights, ids = self.gate(hidden_states, input_ids) if self.is_hash else self.gate(hidden_states)
         routed, down = self.experts, self.shared_experts.down_proj
         out: Tensor = _ops.moe_experts(

@@ -28,7 +28,7 @@ from .cache import CACHE_NAME, PagedCache, given_cache
 from .entry import NO_WEIGHTS, RECORDED, WHY_NOT_WHOLE, EnteredOnHost, held_by, refuse_uncalled
 from .generation import generating, is_undisturbed, take_own
 from .guards import REPEATS, STATE, TENSORS, named
-from .inputs import kept, mark_dynamic_tokens
+from .inputs import check_autocast, kept, mark_dynamic_tokens
 from .kinds import SHARED, block_tables_of, later_layers, repeated_in, repeats_of, tensors_of_cache, without_rows
 from .layers import CompilableHead
 from .snapshot import Snapshot
@@ -61,6 +61,7 @@ class CompilableAttention(hf.DeepseekV4Attention):
         self, hidden_states: Tensor, *, metadata: AttentionMetadata, caches: Sequence[LayerCache], **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Return the attention of `hidden_states` `[B, S, hidden]` in that shape, and no attention weights."""
+        check_autocast(hidden_states)
         flat = hidden_states.flatten(0, 1)
         out = self.dsv4(flat, metadata, caches[self.layer_idx])
         return out.view_as(hidden_states), None
@@ -179,6 +180,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         """Run `forward` for columns of which those in `keep`, bool `[B, S]`, are neighbours in each row."""
         if cache is None or not cache.entered:
             refuse_uncalled()
+        check_autocast(input_ids)
         if torch.compiler.is_dynamo_compiling():
             # Guarded in place of modules and settings; parameters that were read here have a short way to the graph.
             check(bool(self.dsv4_state and cache.dsv4_state), "E208", got="a forward before a call")
