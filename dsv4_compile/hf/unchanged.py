@@ -20,11 +20,21 @@ _RULE = "in a block of hf.unchanged, a converted model has the same weights, mod
 
 
 class _Block:
-    """A running block, the model as it was at its start, and the caches that calls in it have compared."""
+    """A block, the model as it was at its start, and the caches that calls in it have compared.
+
+    `running` ends with the block in all contexts: a generator may leave it in another context than it entered it, and
+    tasks and threads have copies of the context that they were started in.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model, self.snapshot = model, model.dsv4_snapshot
         self.caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
+        self.running = True
+
+    def end(self) -> None:
+        """Let calls compare again, in every context."""
+        self.running = False
+        _blocks.set(tuple(block for block in _blocks.get() if block.running))
 
     def check(self) -> None:
         """Raise E208 if the model is not what it was at the start."""
@@ -65,17 +75,24 @@ def unchanged(model: Any) -> Iterator[None]:
     there, or only on some. Calls of other threads compare as always, and so do those of other models. Arguments, modes
     and the lengths of caches are checked in every call.
 
-    Raises E208 for a model that is not converted, and at the end if the model is not what it was at the start.
+    Raises E208 for a model that is not converted, and at the end if the model is not what it was at the start: also
+    where a generator with the block is closed early, but not where the block raises another error.
     """
     _check_converted(model, "entered_model")
     stack, _ = model.entered_model()
     stack.adopt()
     block = _Block(stack)
-    token = _blocks.set((*_blocks.get(), block))
+    _blocks.set((*(other for other in _blocks.get() if other.running), block))
     try:
         yield
-    finally:
-        _blocks.reset(token)
+    except GeneratorExit:
+        block.end()
+        block.check()
+        raise
+    except BaseException:
+        block.end()
+        raise
+    block.end()
     block.check()
 
 
@@ -85,7 +102,7 @@ def _check_converted(model: Any, method: str) -> None:
 
 def has_block(model: Any) -> bool:
     """Return whether a block takes for granted that `model`, a `CompilableModel`, does not change."""
-    return any(block.model is model for block in _blocks.get())
+    return any(block.model is model and block.running for block in _blocks.get())
 
 
 def is_unchanged(model: Any, cache: PagedCache) -> bool:
@@ -94,7 +111,7 @@ def is_unchanged(model: Any, cache: PagedCache) -> bool:
     A cache is, from the second time that it is asked for.
     """
     for block in _blocks.get():
-        if block.model is model and model.dsv4_snapshot is not None:
+        if block.model is model and block.running and model.dsv4_snapshot is not None:
             if cache in block.caches:
                 return True
             block.caches.add(cache)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 from dsv4_compile import hf
 from dsv4_compile.hf.snapshot import Snapshot
 from dsv4_compile.hf.tiny import tiny_model
+from dsv4_compile.hf.unchanged import has_block
 from dsv4_compile.runtime import counting
 from tests.hf.small import LAYERS, close, random_ids
 
@@ -224,3 +229,100 @@ def test_what_is_not_converted_is_refused(original: Any, model: Any) -> None:
 def test_a_model_that_is_reverted_in_a_block(model: Any) -> None:
     with pytest.raises(ValueError, match="E208"), hf.unchanged(model):
         hf.revert(model)
+
+
+def serve(model: Any, requests: list[Tensor]) -> Iterator[Tensor]:
+    with hf.unchanged(model):
+        for ids in requests:
+            yield logits(model, ids)
+
+
+def change(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.q_b_proj.weight = nn.Parameter(-attention.q_b_proj.weight.detach())
+
+
+def in_a_new_context(call: Callable[[], Any]) -> Any:
+    return contextvars.Context().run(call)
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+@pytest.mark.parametrize("elsewhere", [in_a_new_context, in_a_thread, lambda call: call()])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_block_in_a_generator_ends_in_any_context(elsewhere: Callable[..., Any], early: bool, model: Any) -> None:
+    ids, other = random_ids(1, 9), copy.deepcopy(model)
+    change(other)
+    served = serve(model, [ids, ids])
+    first = next(served)
+    if early:
+        elsewhere(served.close)
+    else:
+        assert torch.equal(elsewhere(lambda: list(served))[0], first)
+    assert not has_block(model.model)
+    change(model)
+    close(logits(model, ids), logits(other, ids))
+
+
+@pytest.mark.parametrize("elsewhere", [in_a_new_context, in_a_thread])
+def test_a_change_is_told_where_a_generator_is_closed_early(elsewhere: Callable[..., Any], model: Any) -> None:
+    served = serve(model, [random_ids(1, 9)] * 3)
+    next(served)
+    change(model)
+    with pytest.raises(ValueError, match=r"E208[\s\S]*changed in a block"):
+        elsewhere(served.close)
+    assert not has_block(model.model)
+
+
+def test_blocks_that_end_in_another_order(model: Any) -> None:
+    first, second, stack = (serve(model, [random_ids(1, 9)] * 2) for _ in range(3))
+    for served in (first, second, stack):
+        next(served)
+    first.close()
+    assert has_block(model.model)
+    with ExitStack() as exits:
+        exits.enter_context(hf.unchanged(model))
+        exits.callback(second.close)
+    stack.close()
+    assert not has_block(model.model)
+    change(model)
+    logits(model, random_ids(1, 9))
+
+
+def test_a_task_that_outlives_a_block_compares(model: Any) -> None:
+    ids, other = random_ids(1, 9), copy.deepcopy(model)
+    change(other)
+
+    async def late(ended: asyncio.Event) -> Tensor:
+        await ended.wait()
+        return logits(model, ids)
+
+    async def run() -> Tensor:
+        ended = asyncio.Event()
+        with hf.unchanged(model):
+            task = asyncio.create_task(late(ended))  # has a copy of the context of the block
+            await asyncio.sleep(0)
+            logits(model, ids)
+        change(model)
+        ended.set()
+        return await task
+
+    close(asyncio.run(run()), logits(other, ids))
+
+
+def test_a_block_in_an_async_generator_that_another_task_closes(model: Any) -> None:
+    async def serve_async() -> AsyncIterator[Tensor]:
+        with hf.unchanged(model):
+            while True:
+                yield logits(model, random_ids(1, 9))
+
+    async def run() -> None:
+        served: Any = serve_async()
+        await asyncio.create_task(anext(served))
+        await asyncio.create_task(served.aclose())
+        assert not has_block(model.model)
+
+    asyncio.run(run())
