@@ -103,7 +103,7 @@ class DecodeStep:
         mesh: DeviceMesh | None = None,
     ) -> DecodeStep:
         """Return a step with caches full of random rows, equal in all layers of a kind; `mesh` splits the layers."""
-        sizes = {"max_batch_size": requests, "max_seq_len": context, "max_step_tokens": 1}
+        sizes: dict[str, Any] = {"max_batch_size": requests, "max_seq_len": context, "max_step_tokens": 1}
         caches = PagedCaches(config, cache_format=CACHE, device=device, **sizes)
         filled: dict[int, LayerCache] = {}
         for i, layer in enumerate(caches.layers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import chain
 from typing import Any, NoReturn
@@ -170,7 +171,7 @@ class PagedCache(Cache):
             "E204",
             got=f"{batch_size} sequences of up to {length} tokens",
             why=f"the cache was allocated for {paged.max_batch_size} sequences of {paged.max_seq_len} tokens",
-            fix="call dsv4_compile.hf.convert with larger max_batch_size / max_seq_len",
+            fix=RESIZE,
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -199,18 +200,50 @@ class PagedCache(Cache):
         return self.paged.max_batch_size
 
     @property
+    def max_cache_len(self) -> int:
+        """Length of the longest sequence that fits, as transformers before 5.24 calls it."""
+        return self.paged.max_seq_len
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Return the length of the longest sequence that fits, as transformers before 5.24 calls it."""
+        return self.paged.max_seq_len
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in the cache, -1 if it is empty."""
+        return self._record.rows or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """True: a paged cache is allocated when it is made."""
+        return True
+
+    def early_initialization(self, batch_size: int, *shape: Any, **options: Any) -> None:
+        """Check that `batch_size` sequences fit. Raises E204; the caches are allocated."""
+        self.check_fits(batch_size, 0)
+
+    @property
+    def _record(self) -> PagedCache:
+        """The cache that has the host's record."""
+        return self
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all caches."""
         return self.paged.nbytes
 
-    def _unsupported(self, what: str) -> NoReturn:
-        fail("E208", got=what, why="sequences keep their pages", fix="use greedy search or sampling")
+    def _unsupported(self, what: str, *, why: str = "sequences keep their pages", fix: str = "") -> NoReturn:
+        fail("E208", got=what, why=why, fix=fix or "use greedy search or sampling")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._unsupported("beam search (reorder_cache)")
 
     def crop(self, max_length: int) -> None:
-        self._unsupported("assisted decoding (crop)")
+        self._unsupported(
+            f"crop({max_length})",
+            why="a step that is taken back has overwritten the states of open compression groups",
+            fix="call reset() and prefill again, or keep a cache for each branch; assisted decoding is unsupported",
+        )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._unsupported("batch_repeat_interleave")
@@ -233,6 +266,27 @@ class PagedCache(Cache):
         )
 
 
+_OF_CACHE_LAYERS = (
+    *("get_mask_sizes", "offload", "prefetch", "activate_past_recording", "has_previous_state", "update_indexer"),
+    *("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"),
+)
+"""Methods of transformers' caches that a paged cache cannot have, because its layers are no layers of transformers."""
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: PagedCache, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise E208."""
+        self._unsupported(
+            f"cache.{name}", why="its layers are pages, which ops of this package read", fix="leave it out"
+        )
+
+    return refuse
+
+
+for _name in _OF_CACHE_LAYERS:
+    setattr(PagedCache, _name, _refusal(_name))
+
+
 class CacheHandle(PagedCache):
     """The cache of one call: what a forward without a cache returns.
 
@@ -246,6 +300,10 @@ class CacheHandle(PagedCache):
         self.holder = holder
         self.paged, self.layers = cache.paged, cache.layers
         self.seq_lens, self.columns = cache.seq_lens, cache.columns
+
+    @property
+    def _record(self) -> PagedCache:
+        return self.cache
 
     @property
     def stale(self) -> bool:
@@ -263,6 +321,11 @@ class CacheHandle(PagedCache):
         self.generation = self.cache.generation
 
 
+RESIZE = (
+    f"for more sequences pass {CACHE_NAME}=dsv4_compile.hf.new_cache(model, max_batch_size=...); for longer ones "
+    "dsv4_compile.hf.convert(dsv4_compile.hf.revert(model), max_batch_size=..., max_seq_len=...), or load the model so"
+)
+"""Advice for a batch that does not fit."""
 STALE = f"a later call without {CACHE_NAME} has taken the model's cache"
 OWN_CACHE = f"pass {CACHE_NAME}=dsv4_compile.hf.new_cache(model), one for each conversation"
 

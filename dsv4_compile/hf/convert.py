@@ -21,13 +21,14 @@ from ..rope_tables import cos_sin_cache
 from ..selection import proven
 from ..sizes import check_optional_size, check_size
 from . import adapters, layers, split
-from .cache import PagedCache
+from .cache import RESIZE, PagedCache
 from .expected import READ, READ_HEAD, check_layers, check_model, check_untied
 from .guards import REPEATS, STATE, TENSORS
 from .kinds import Repeated
 from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, cache_like, hf
 from .shared_weights import ReadSettings, SharedWeights, why_unreadable
 from .undo import undone_on_failure
+from .weight_types import check_weights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -118,7 +119,9 @@ def convert(
         "E208",
         got=f"a {type(model).__name__}",
         why="already converted" if isinstance(model, CompilableForCausalLM) else "",
-        fix="pass a transformers DeepseekV4ForCausalLM; of a PEFT model, what merge_and_unload() returns",
+        fix=RESIZE
+        if isinstance(model, CompilableForCausalLM)
+        else "pass a transformers DeepseekV4ForCausalLM; of a PEFT model, what merge_and_unload() returns",
     )
     max_batch_size, max_seq_len = check_size("max_batch_size", max_batch_size), check_size("max_seq_len", max_seq_len)
     max_step_tokens = check_optional_size("max_step_tokens", max_step_tokens)
@@ -131,7 +134,7 @@ def convert(
         why="weights that move there could not be loaded or moved again",
         fix="convert outside, and run the model inside",
     )
-    device = model.lm_head.weight.device
+    device, dtype = model.model.embed_tokens.weight.device, model.model.embed_tokens.weight.dtype
     check(
         torch.get_default_device().type != "meta" or device.type == "meta",
         "E208",
@@ -153,6 +156,7 @@ def convert(
     _check_readable("the model", model.model, ("rotary_emb",) if attention_only else ("rotary_emb", *READ_HEAD))
     check_model(model.model, config, attention_only=attention_only)
     check_untied(model.model.layers, attention_only=attention_only)
+    check_weights(model.model, attention_only=attention_only)
     ranks = None if mesh is None else Ranks.of(mesh)
     in_step = None
     if ranks is not None:
@@ -160,7 +164,6 @@ def convert(
         ranks = split.with_collectives(ranks, collectives, device)
         in_step = split.split(model, ranks, expert_layout, options)
         config = attention_config(config, ranks, fp8=False)  # `split` has checked that blocks are whole
-    dtype = model.lm_head.weight.dtype
     cache_format = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard)
     cache = PagedCache(
         config,
@@ -226,10 +229,19 @@ def revert(model: Any) -> Any:
     return model
 
 
-def new_cache(model: Any, *, max_batch_size: int | None = None, max_seq_len: int | None = None) -> PagedCache:
-    """Allocate another cache for a converted model, in the same format and, unless given, with the same capacity."""
+def new_cache(
+    model: Any,
+    *,
+    max_batch_size: int | None = None,
+    max_seq_len: int | None = None,
+    max_step_tokens: int | None = None,
+) -> PagedCache:
+    """Allocate another cache for a converted model, in the same format and, unless given, with the same capacity.
+
+    Raises E204 for a `max_seq_len` above that of `convert`, to which RoPE tables go, and E210 without the memory.
+    """
     _check_converted(model)
-    return cache_like(model.model, max_batch_size, max_seq_len)
+    return cache_like(model.model, max_batch_size, max_seq_len, max_step_tokens)
 
 
 def why_unproven_around_attention(device: torch.device) -> str:

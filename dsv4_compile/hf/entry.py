@@ -20,10 +20,10 @@ from .._compat import RecompileLimit, TorchDynamoException, eval_frame, record_o
 from ..errors import DSV4Error, check, error, fail
 from ..runtime.addresses import compared
 from ..runtime.repeated_layers import handed
-from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
+from .cache import CACHE_NAME, OWN_CACHE, RESIZE, STALE, CacheHandle, PagedCache, given_cache
 from .generation import LOCK, current, take_own
 from .guards import compile_arguments, drop_guards
-from .inputs import WHY_NO_AUTOCAST, in_rows, kept, refuse_autocast
+from .inputs import WHY_NO_AUTOCAST, check_ids, in_rows, kept, refuse_autocast
 from .results import inference_only, with_cache
 from .unchanged import is_unchanged
 
@@ -253,13 +253,7 @@ def check_call(model: Any, arguments: dict[str, Any]) -> None:
     if input_ids is None or arguments.get("inputs_embeds") is not None:
         fail("E208", got="inputs_embeds", why="hash-routed layers need token ids", fix="pass input_ids")
     check(not arguments.get("output_attentions"), "E208", got="output_attentions=True", why=NO_WEIGHTS)
-    # Without `check`, which would format its message in every call.
-    if not (input_ids.dim() == 2 and input_ids.numel() > 0 and not input_ids.is_floating_point()):
-        fail(
-            "E208",
-            got=f"input_ids of shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}",
-            fix="pass integers [batch, columns] with at least one row and one column",
-        )
+    check_ids(input_ids)
     device = model.dsv4_cache.seq_lens.device
     if torch.is_autocast_enabled(device.type):
         refuse_autocast(device.type)
@@ -335,7 +329,7 @@ def check_batch(call: Call) -> None:
             got=f"input_ids of shape ({rows}, {columns}) after {cache.appended} columns",
             why=f"the cache takes {paged.max_batch_size} sequences of {paged.max_seq_len} tokens, "
             f"{paged.max_step_tokens} in a step",
-            fix="convert with larger max_batch_size / max_seq_len / max_step_tokens, or prefill in chunks",
+            fix=f"prefill in chunks; {RESIZE}",
         )
 
 
@@ -353,7 +347,12 @@ def _check_positions(call: Call) -> None:
     assert given is not None
     keep = _keep(call)
     follow = call.cache.seq_lens[: keep.shape[0], None] + keep.cumsum(dim=1) - 1
-    same = given.dim() == 2 and given.shape[1] == follow.shape[1] and given.shape[0] in (1, follow.shape[0])
+    same = (
+        isinstance(given, Tensor)
+        and given.dim() == 2
+        and given.shape[1] == follow.shape[1]
+        and given.shape[0] in (1, follow.shape[0])
+    )
     check(
         same and bool(((given == follow) | ~keep).all()),
         "E208",

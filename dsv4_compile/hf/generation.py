@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation.streamers import TextIteratorStreamer, TextStreamer
 
-from .cache import CacheHandle, PagedCache
+from ..errors import fail
+from .cache import OWN_CACHE, CacheHandle, PagedCache
+from .inputs import check_ids
 
 LOCK = threading.Lock()
 """Guards `holder` and `entered` of all caches, which threads take and give back."""
@@ -71,6 +73,29 @@ def generating(undisturbed: bool) -> Iterator[None]:
         _GENERATION.reset(before)
         for cache in generation.caches:
             cache.holder = None
+
+
+def check_prompt(args: tuple[Any, ...], kwargs: dict[str, Any], held: PagedCache | None) -> None:
+    """Raise E208 for arguments of `generate` whose prompt is no tensor, or has no column after those of the cache.
+
+    Args:
+        held: the cache that the caller passed, or None.
+    """
+    prompts = (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
+    ids = next((given for given in prompts if given is not None), None)
+    if ids is None:
+        return
+    check_ids(ids)
+    mask = kwargs.get("attention_mask")
+    columns = max(ids.shape[-1], mask.shape[-1] if isinstance(mask, Tensor) else 0)
+    if held is not None and held.appended >= columns:
+        fail(
+            "E208",
+            got=f"a prompt of {columns} columns with a cache that holds {held.appended}",
+            why="generate continues after the columns in the cache, which cannot be taken back",
+            fix="pass all tokens so far and at least one more; to generate an answer again, or after an edit, call the "
+            f"cache's reset() and pass the whole prompt, or {OWN_CACHE}",
+        )
 
 
 def is_undisturbed(model: nn.Module, *arguments: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from .._compat import maybe_mark_dynamic
 from ..errors import fail
 
+_IDS = (torch.int64, torch.int32)
 WHY_NO_AUTOCAST = "ops round where DeepSeek-V4 does, in the dtypes of the weights, and not under torch.autocast"
 _FIX_AUTOCAST = (
     "leave the autocast block, hook or wrapper (mixed_precision of accelerate, bf16 or fp16 of Trainer), or load the "
@@ -43,6 +44,23 @@ def in_rows(tensor: Tensor, columns: int | None = None) -> Tensor:
 def kept(mask: Tensor, columns: int) -> Tensor:
     """Return which of the last `columns` columns of an attention mask hold a token, bool `[B, columns]`."""
     return mask[:, mask.shape[1] - columns :] != 0
+
+
+def check_ids(ids: Any) -> None:
+    """Raise E208 unless `ids` are a tensor of token ids `[batch, columns]`."""
+    if not isinstance(ids, Tensor):
+        fail(
+            "E208",
+            got=f"input_ids of type {type(ids).__name__}",
+            fix="pass a tensor, torch.tensor([[1, 2]]) for a list; of a tokenizer's result, model(**tokens)",
+        )
+    # Without `check`, which would format its message in every call.
+    if not (ids.dim() == 2 and ids.numel() > 0 and ids.dtype in _IDS):
+        fail(
+            "E208",
+            got=f"input_ids of shape {tuple(ids.shape)} and dtype {ids.dtype}",
+            fix="pass int64 or int32 [batch, columns] with at least one row and one column",
+        )
 
 
 def check_autocast(tensor: Tensor) -> None:

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,13 +20,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..cache import LayerCache
-from ..errors import check
+from ..errors import check, fail
 from ..metadata import AttentionMetadata
 from ..runtime.repeated_layers import begin_layer, end_layer, marks_are_written_out, repeat_layer
 from ..sizes import check_optional_size
-from .cache import CACHE_NAME, PagedCache, given_cache
+from .cache import CACHE_NAME, RESIZE, PagedCache, given_cache
 from .entry import NO_WEIGHTS, RECORDED, WHY_NOT_WHOLE, EnteredOnHost, held_by, refuse_uncalled
-from .generation import generating, is_undisturbed, take_own
+from .generation import check_prompt, generating, is_undisturbed, take_own
 from .guards import REPEATS, STATE, TENSORS, named
 from .inputs import check_autocast, kept, mark_dynamic_tokens
 from .kinds import SHARED, block_tables_of, later_layers, repeated_in, repeats_of, tensors_of_cache, without_rows
@@ -257,7 +257,7 @@ def cache_like(
     rows = check_optional_size("max_batch_size", max_batch_size) or own.paged.max_batch_size
     length = check_optional_size("max_seq_len", max_seq_len) or own.paged.max_seq_len
     step_tokens = check_optional_size("max_step_tokens", max_step_tokens) or own.paged.max_step_tokens
-    check(length <= limit, "E204", got=f"max_seq_len={length}", why=f"the model was converted for {limit}")
+    check(length <= limit, "E204", got=f"max_seq_len={length}", why=f"the model was converted for {limit}", fix=RESIZE)
     return PagedCache(
         own.paged.config,
         max_batch_size=rows,
@@ -296,8 +296,20 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         cache = given_cache(kwargs)
         if cache is not None:
             kwargs[CACHE_NAME] = cache
+        check_prompt(args, kwargs, None if cache is None else held_by(self.model, cache))
         with generating(not has_block(self.model) and is_undisturbed(self, args, kwargs)):
             return super().generate(*args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise E208: `hf.RunningBatch` is the continuous batching of a converted model."""
+        fail(
+            "E208",
+            got="transformers' continuous batching",
+            why="it pages keys and values of whole layers, and a converted model has caches of its own",
+            fix="use dsv4_compile.hf.RunningBatch(model, slots=...), or pass a padded batch to generate",
+        )
+
+    continuous_batching_context_manager = generate_batch = init_continuous_batching
 
     def _prepare_cache_for_generation(
         self,

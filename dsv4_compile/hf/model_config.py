@@ -48,6 +48,9 @@ def model_config(raw: Mapping[str, Any], dequantize: bool) -> Any:
         _log.info("config.json: keys that are not read: %s", ", ".join(sorted(unknown)[:20]))
     if fields.get("quantization_config") is not None:
         _check_quantization(fields["quantization_config"])
+    if fields.get("compress_ratios") is not None:
+        # For ratios transformers knows 0 alone as the name of sliding window only.
+        fields = {**fields, "compress_ratios": [0 if ratio == 1 else ratio for ratio in fields["compress_ratios"]]}
     try:
         config: Any = HfConfig.from_dict(fields | {"attn_implementation": "eager"})
     except Exception as fault:  # a strict dataclass of transformers raises classes of its own

@@ -56,7 +56,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "a decorator of attention": lambda model: wrap(model.model.layers[0].self_attn),
     "a decorator of experts": lambda model: wrap(model.model.layers[1].mlp, torch.float16),
     "a decorator of a router": lambda model: wrap(model.model.layers[0].mlp.gate),
-    "a decorator of the last mix": lambda model: wrap(model.model.hc_head),
     "a hook of the model": enter_in_a_hook,
     "a hook of a layer": lambda model: enter_in_a_hook(model.model.layers[1]),
     "a mode that stays": lambda model: model.register_forward_pre_hook(
