@@ -255,7 +255,7 @@ def _valid(key: str, value: Any) -> Any:
         known = isinstance(value, str) and value in allowed
         check(known, "E301", got=f"{key}={value!r}", rule=rule, fix=_nearest(value, allowed))
         return value
-    valid = type(value) is allowed and not (allowed is int and value < 1)
+    valid = type(value) is allowed and (not isinstance(value, int) or allowed is bool or value >= 1)
     rule, example = _FORMS[allowed]
     check(valid, "E301", got=f"{key}={value!r}", rule=f"{key} is {rule}", fix=f"pass {example}, or leave it out")
     return value

@@ -255,7 +255,8 @@ def _addition(module: nn.Module) -> str:
     """
     if module._forward_hooks or module._forward_pre_hooks:
         return "forward hooks"
-    if shadowed := _methods(type(module)).intersection(vars(module)):
+    kind: Any = type(module)
+    if shadowed := _methods(kind).intersection(vars(module)):
         return f"a {min(shadowed)} of its own"
     if "base_layer" in module._modules:
         return "an adapter"
