@@ -76,7 +76,7 @@ storm: install  ## 2,000 requests, hostile ones among them, through one running 
 	OMP_NUM_THREADS=1 DSV4_STORM=$(STORM) $(BIN)/python -m pytest -q -s tests/hf/test_running_storm.py $(ARGS)
 
 .PHONY: hostile
-hostile: install  ## 1,560 odd values in config.json and 235 damaged folders, each loaded and examined: minutes
+hostile: install  ## 1,560 odd values in config.json and 240 damaged folders, each loaded and examined: minutes
 	OMP_NUM_THREADS=1 DSV4_HOSTILE=all $(BIN)/python -m pytest -q tests/hf/test_hostile.py $(ARGS)
 
 .PHONY: mutate
