@@ -110,8 +110,9 @@ def _model(checkpoint: Checkpoint) -> list[Row]:
 def _kinds(checkpoint: Checkpoint) -> list[Row]:
     """Return bytes and dtypes of the weights of each kind."""
     groups: dict[str, list[Stored]] = {kind: [] for kind in KINDS}
+    patterns = [(kind, re.compile(pattern).search) for kind, pattern in KINDS.items()]
     for name, stored in checkpoint.tensors.items():
-        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), None)
+        kind = next((kind for kind, search in patterns if search(name)), None)
         groups.setdefault(kind or "others", []).append(stored)
     found = []
     for kind, tensors in groups.items():

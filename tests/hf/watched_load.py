@@ -95,7 +95,7 @@ class Watch:
 
         self.folder, self.outside = Path(os.path.realpath(folder)), []
         before = signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, 4 * SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, 12 * SECONDS)  # of the clock: a machine may be busy
         try:
             yield
         finally:
