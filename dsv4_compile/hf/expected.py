@@ -55,8 +55,8 @@ _LINEARS = (nn.Linear, FP8Linear)
 _SILU = Activation("silu", (type(ACT2FN["silu"]), nn.SiLU), (nn.functional.silu,))
 _SCORES = Activation("sqrtsoftplus", (type(ACT2FN["sqrtsoftplus"]),))
 _LINEAR = Part(_LINEARS, {"bias": None, "activation_scale": None})
-_ONCE = ("layer_type",)
-"""Values that transformers reads when it builds a module, and never again."""
+_ONCE = ("layer_type", *FLAGS)
+"""Values that describe a module as it was built, and that no call of it reads alone."""
 READ = (
     "attn_hc",
     "attn_hc.input_norm",

@@ -33,7 +33,7 @@ TENSORS = "dsv4_parameters"
 """Attributes of a decoder stack, and of a cache, that a graph guards and reads tensors from."""
 REPEATS = "dsv4_repeats"
 """Attribute of a decoder stack that follows from its state: see `kinds.repeats_of`."""
-_SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _OF_CACHE = (TENSORS, "paged", "seq_lens", "columns")
 _OF_MODULE = {"TYPE_MATCH", "HASATTR", "NOT_PRESENT_IN_GENERIC_DICT", "CLASS_MATCH", "DUPLICATE_INPUT"}
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
@@ -112,7 +112,6 @@ def module_text(
     paths: dict[int, str],
     places: dict[int, int],
     *,
-    exact: bool = False,
     without: frozenset[str] = frozenset(),
 ) -> str:
     """Return a text that is equal for modules that do the same, and hold the same ones of the tensors seen before.
@@ -121,18 +120,17 @@ def module_text(
         module: any module.
         paths: names of modules, by their ids.
         places: numbers of tensors, by their ids, to which those of the module are added.
-        exact: tell apart what cannot be described, see `_described`.
         without: settings that the text leaves out.
     """
     state = vars(module)
     seen: dict[str, Any] = {name: list(state[name].values()) for name in HOOKS if state[name]}
     seen |= {name: state[name] for name in CONTAINERS if name not in HOOKS and state[name]}
-    seen |= {name: value for name, value in state.items() if _is_setting(name) and name not in without}
+    seen |= {name: value for name, value in state.items() if is_setting(name) and name not in without}
     ties = [places.setdefault(id(tensor), len(places)) for tensor in tensors_in(module).values()]
-    return f"{_serial(type(module))}:{_described(seen, paths, exact=exact)}:{ties}"
+    return f"{_serial(type(module))}:{_described(seen, paths)}:{ties}"
 
 
-def _is_setting(name: str) -> bool:
+def is_setting(name: str) -> bool:
     """Return whether an attribute belongs to a kind of module, not to all modules or to this package."""
     return name == "training" or (name not in _OF_ALL_MODULES and not name.startswith(OWN))
 
@@ -142,28 +140,27 @@ def named(value: Any) -> str:
     return hashlib.sha256(_described(value, {}).encode()).hexdigest()
 
 
-def _described(value: Any, paths: dict[int, str], *, exact: bool = False) -> str:
+def _described(value: Any, paths: dict[int, str]) -> str:
     """Return a string that is equal for values that guards do not tell apart; `paths` names modules by their ids.
 
-    Objects and modules that it cannot describe are told apart if it is `exact`, and else guarded.
+    What it cannot describe is guarded.
     """
-    if isinstance(value, _SCALARS):
+    if isinstance(value, SCALARS):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, Tensor):
         layout = f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
         return f"{_serial(type(value))} {layout} {value.requires_grad} {value.is_inference()}"
-    other = str(id(value)) if exact else ""
     if isinstance(value, nn.Module) or id(value) in paths:
-        return f"part {paths.get(id(value), other)}"
+        return f"part {paths.get(id(value), '')}"
     if isinstance(value, dict):
-        parts = (f"{key!r}:{_described(each, paths, exact=exact)}" for key, each in value.items())
+        parts = (f"{key!r}:{_described(each, paths)}" for key, each in value.items())
         return f"{{{','.join(parts)}}}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__}[{','.join(_described(each, paths, exact=exact) for each in value)}]"
+        return f"{type(value).__name__}[{','.join(_described(each, paths) for each in value)}]"
     if _is_frozen(value):
         held = {each.name: getattr(value, each.name) for each in fields(value)}
-        return f"{_serial(type(value))}{_described(held, paths, exact=exact)}"
-    return f"call {_serial(value)}" if callable(value) else f"object {_serial(type(value))} {other}"
+        return f"{_serial(type(value))}{_described(held, paths)}"
+    return f"call {_serial(value)}" if callable(value) else f"object {_serial(type(value))}"
 
 
 def _is_frozen(value: Any) -> bool:
@@ -177,7 +174,7 @@ def _is_described(value: Any) -> bool:
         return all(map(_is_described, value))
     if _is_frozen(value):
         return all(_is_described(getattr(value, each.name)) for each in fields(value))
-    return isinstance(value, (*_SCALARS, nn.Module))
+    return isinstance(value, (*SCALARS, nn.Module))
 
 
 def _serial(value: Any) -> int:
@@ -214,11 +211,11 @@ class _Root:
             return not hasattr(type(module), name) or self._is_second((type(module), guard, *rest))
         if isinstance(value, Tensor):
             return id(value) in self.tensors
-        if not _is_setting(name):
+        if not is_setting(name):
             return False
         if id(module) in self.own:
             return _is_described(value)
-        if deeper or not (isinstance(value, _SCALARS) or value is self.model.config):
+        if deeper or not (isinstance(value, SCALARS) or value is self.model.config):
             return False
         watched.add(name)
         return True

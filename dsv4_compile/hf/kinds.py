@@ -1,7 +1,9 @@
 """Kinds of decoder layers: which layers of a converted model do the same, each with tensors of its own.
 
 Two layers are of one kind if a trace of one, with the tensors of the other, is a trace of the other. They have the same
-modules, settings, layouts of weights and functions, by what each module holds, and no hooks, which may do anything.
+modules, settings and layouts of weights, by what each module holds. A layer has no kind, and is traced by itself, if
+its modules hold more than a text can say and a call compares: hooks, classes or functions of a caller, which may read
+anything, and settings that are no numbers or words, which may be written in place.
 """
 
 from __future__ import annotations
@@ -10,17 +12,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._compat import module_hooks, storage_identity
 from ..cache import LayerCache
 from ..metadata import AttentionMetadata
 from ..runtime.aliasing import byte_range
-from .guards import GLOBAL_HOOKS, HOOKS, module_text, modules_of, tensors_in
+from .expected import hf
+from .guards import GLOBAL_HOOKS, HOOKS, SCALARS, is_setting, module_text, modules_of, own_modules, tensors_in
 from .layers import CompilableDecoderLayer
 
 _OF_ONE = frozenset({"layer_idx"})
 """Settings in which layers of one kind differ: a layer finds its cache by its index, and does nothing else by it."""
+_KNOWN = ("dsv4_compile", "transformers", "torch")
+"""Packages whose modules read what they hold, and of that `layer_idx` for the cache alone."""
+_UNCALLED = (hf.DeepseekV4RotaryEmbedding,)
+"""Classes whose forward a converted layer never calls."""
+_UNREAD = ("block_size",)
+"""Settings of other types that only the forwards of modules read that a converted layer never calls."""
 _CACHES = ("window", "extra", "state", "indexer", "indexer_state")
 _OF_STEP = ("positions", "token_to_req", "is_valid_token")
 _OF_WINDOW = ("slot_mapping", "indices", "lens")
@@ -106,15 +115,29 @@ def _kind(layer: Any, outside: dict[int, str]) -> tuple[str, list[Tensor]]:
     """Return a text that layers of one kind share, "" for a layer of no kind, and the layer's distinct tensors."""
     modules = modules_of(layer)
     tensors = {id(tensor): tensor for module in modules.values() for tensor in tensors_in(module).values()}
+    own = {id(module) for module in own_modules(layer).values()}
     hooked = any(vars(module)[name] for module in modules.values() for name in HOOKS)
-    if type(layer) is not CompilableDecoderLayer or hooked or any(getattr(module_hooks, name) for name in GLOBAL_HOOKS):
+    hooked = hooked or any(getattr(module_hooks, name) for name in GLOBAL_HOOKS)
+    if type(layer) is not CompilableDecoderLayer or hooked:
+        return "", list(tensors.values())
+    if not all(id(module) in own or _is_describable(module, outside) for module in modules.values()):
         return "", list(tensors.values())
     paths = {id(module): path for path, module in modules.items()} | outside
     places: dict[int, int] = {}
-    lines = [
-        f"{path}:{module_text(module, paths, places, exact=True, without=_OF_ONE)}" for path, module in modules.items()
-    ]
+    lines = [f"{path}:{module_text(module, paths, places, without=_OF_ONE)}" for path, module in modules.items()]
     return "\n".join(lines), list(tensors.values())
+
+
+def _is_describable(module: nn.Module, outside: dict[int, str]) -> bool:
+    """Return whether a module's forward reads nothing but its modules, tensors, and numbers and words that it holds."""
+    kind = type(module)
+    if not all(origin.partition(".")[0] in _KNOWN for origin in (kind.__module__, kind.forward.__module__)):
+        return False
+    return kind in _UNCALLED or all(
+        type(value) in SCALARS or isinstance(value, Tensor) or id(value) in outside or name in _UNREAD
+        for name, value in vars(module).items()
+        if is_setting(name)
+    )
 
 
 def tensors_of_cache(cache: LayerCache) -> list[Tensor]:

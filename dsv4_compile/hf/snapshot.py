@@ -47,9 +47,14 @@ class Snapshot:
         self.empty = [each for each in containers if not each]
         self.containers = [each for each in containers for _ in each]
         self.keys = [key for each in containers for key in each]
+        for attributes in map(vars, self.modules):  # tensors as users attach them: no parameters and no buffers
+            attached = [name for name, value in attributes.items() if isinstance(value, Tensor)]
+            self.containers += [attributes] * len(attached)
+            self.keys += attached
         self.sized: list[Sized] = [*map(vars, self.modules), *(each for each in containers if each)]
         self.sizes = list(map(len, self.sized))
         self.entries = list(map(dict.get, self.containers, self.keys))
+        self._held: set[tuple[int, str]] = set()
         self.owners: list[dict[str, Any]] = []
         self.names: list[str] = []
         self.values: list[Any] = []
@@ -90,6 +95,9 @@ class Snapshot:
         )
 
     def _hold(self, where: dict[str, Any], name: str) -> None:
+        if (id(where), name) in self._held:
+            return
+        self._held.add((id(where), name))
         self.owners.append(where)
         self.names.append(name)
         self.values.append(where[name])
