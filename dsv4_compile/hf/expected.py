@@ -42,13 +42,33 @@ class Part(NamedTuple):
     values: Mapping[str, Any] = MappingProxyType({})
 
 
-CONFIG = ("sliding_window", "hc_mult", "o_groups", "_attn_implementation", "_experts_implementation")
+CONFIG = ("sliding_window", "hc_mult", "o_groups")
 """Settings that transformers reads in the configuration at each call, and a converted model has read once."""
-BUILT_IN = {
-    "_attn_implementation": ("eager", "sdpa", "flash", "flex_attention", "paged|"),
-    "_experts_implementation": ("eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe", "dsv4"),
+
+
+class BuiltIn:
+    """Equals every name of an implementation that computes what the model defines, and no function of a caller.
+
+    `generate` of transformers switches between such implementations of experts while it decodes on a GPU.
+    """
+
+    def __init__(self, *beginnings: str) -> None:
+        self.beginnings = beginnings
+
+    def __eq__(self, used: object) -> bool:
+        return not isinstance(used, str) or (used.startswith(self.beginnings) and "/" not in used)
+
+    def __repr__(self) -> str:
+        return " or ".join(self.beginnings)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+BUILT_IN: Mapping[str, BuiltIn] = {
+    "_attn_implementation": BuiltIn("eager", "sdpa", "flash", "flex_attention", "paged|"),
+    "_experts_implementation": BuiltIn("eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe", "dsv4"),
 }
-"""Beginnings of the implementations that compute what the model defines; others are a caller's own functions."""
+"""Implementations that a converted model stands for, by the setting that names them."""
 AROUND_FIX = "convert(model, attention_only=True) leaves everything but attention to transformers"
 _ATTENTION_FIX = "build the model from a configuration that says so, or convert without it"
 _LINEARS = (nn.Linear, FP8Linear)
@@ -201,11 +221,17 @@ def places(model: Any, config: DeepseekV4Config, *, attention_only: bool) -> Ite
 def held_values(model: Any, config: DeepseekV4Config, *, attention_only: bool) -> Iterator[tuple[str, Any, str, Any]]:
     """Yield name, owner, attribute and value of what a converted model has read once, and transformers at each call."""
     yield from (("the model's config", model.config, name, getattr(model.config, name, None)) for name in CONFIG)
+    yield from (("the model's config", model.config, name, BUILT_IN[name]) for name in _implementations(attention_only))
     for place in places(model, config, attention_only=attention_only):
         names = [*place.part.values, "layer_idx"] if place.path == "self_attn" else place.part.values
         for name in names:
             if name not in _ONCE and hasattr(place.module, name):
                 yield _named(place), place.module, name, getattr(place.module, name)
+
+
+def _implementations(attention_only: bool) -> tuple[str, ...]:
+    """Return the settings that name a function which a converted model does not call."""
+    return ("_attn_implementation",) if attention_only else tuple(BUILT_IN)
 
 
 def _named(place: Place) -> str:
@@ -258,13 +284,11 @@ def check_untied(layers: Any, *, attention_only: bool) -> None:
 
 def check_model(model: Any, config: DeepseekV4Config, *, attention_only: bool) -> None:
     """Raise E208 unless a decoder stack of transformers, whose layers have passed, is as its ops compute it."""
-    for name, known in BUILT_IN.items():
-        used = getattr(model.config, name, None)
-        left = attention_only and name == "_experts_implementation"
-        if isinstance(used, str) and not left and not used.startswith(known) and "/" not in used:
+    for name in _implementations(attention_only):
+        if BUILT_IN[name] != getattr(model.config, name, None):
             fail(
                 "E208",
-                got=f"{name}={used!r}",
+                got=f"{name}={getattr(model.config, name)!r}",
                 why="a converted model would not call this function",
                 fix="model.set_attn_implementation('eager'), model.set_experts_implementation('eager')",
             )

@@ -231,6 +231,22 @@ def test_a_function_of_the_caller_in_place_of_attention_or_experts(original: Any
         converted(model, False)
 
 
+@BOTH
+def test_generate_may_switch_between_implementations_of_experts(original: Any, attention_only: bool) -> None:
+    model, ids = converted(copy.deepcopy(original), attention_only), torch.arange(1, 9)[None]
+    model.set_experts_implementation("grouped_mm")
+    want = eager_logits(original, ids)
+    for name in ("batched_mm", "eager", "grouped_mm"):  # as `generate` does around decoding on a GPU
+        model.set_experts_implementation(name)
+        close(eager_logits(model, ids), want)
+    if not attention_only:
+        model.config._experts_implementation = "mine"
+        with pytest.raises(
+            DSV4Error, match="_experts_implementation=mine of the model's config, converted with eager or"
+        ):
+            eager_logits(model, ids)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_frequencies_that_a_change_of_dtype_rounded_are_read(original: Any, dtype: torch.dtype) -> None:
     model = converted(copy.deepcopy(original).to(dtype).float(), False)
