@@ -58,6 +58,7 @@ _DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 )
 _NAMES = {str(dtype).replace(".", " ") for dtype in _DTYPES}
+_DIVISIONS = ("div", "div_", "floor_divide", "fmod", "remainder")
 _PLACEMENTS = ("layout", "memory_format", "pin_memory")
 """Keywords of ops that say how a result lies in memory, not what it is."""
 
@@ -128,6 +129,7 @@ def load_call(path: str | Path) -> SavedCall:
         _refuse(f"{held:,} bytes of tensors in a file of {path.stat().st_size:,}")
     call = SavedCall(op, args, kwargs, first, second)
     _check_sizes(call, held)
+    _check_division(call)
     return call
 
 
@@ -142,7 +144,9 @@ def overload_of(name: Any, overload: Any) -> OpOverload:
             return OPS[packet]
         if namespace == "aten" and packet in PURE and overload in getattr(torch.ops.aten, packet).overloads():
             op: OpOverload = getattr(getattr(torch.ops.aten, packet), overload)
-            if not any(argument.is_out for argument in op._schema.arguments):
+            # Overloads for scalars, lists and text of TorchScript check nothing: remainder.int(1, 0) ends the process.
+            on_tensors = any("Tensor" in str(argument.type) for argument in op._schema.arguments)
+            if on_tensors and not any(argument.is_out for argument in op._schema.arguments):
                 return op
     _refuse(f"op {name[:80]!r}, overload {overload[:40]!r}")
 
@@ -227,8 +231,21 @@ def _check_sizes(call: SavedCall, held: int) -> None:
         _refuse(f"a call of {call.op.name()} that returns {sum(sizes):,} bytes from {held:,}")
 
 
+def _check_division(call: SavedCall) -> None:
+    """Raise E201 for integers whose quotient by -1 has no 64 bits: a CPU that divides them ends the process."""
+    if call.op.namespace != "aten" or call.op.overloadpacket.__name__ not in _DIVISIONS:
+        return
+    tensors = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor) and value.numel())
+    for value in tensors:
+        whole = not value.is_floating_point() and value.dtype.is_signed
+        if whole and int(value.min()) == torch.iinfo(value.dtype).min:
+            _refuse(f"a division of {int(value.min())}")
+
+
 def _plain(tree: Any) -> Any:
-    """Return `tree` with lists for tuples, which `_walk` and `load_call` know."""
+    """Return `tree` with lists for tuples, and tensors for parameters, which `_walk` and `load_call` know."""
+    if isinstance(tree, torch.nn.Parameter):
+        return tree.detach()
     if isinstance(tree, (list, tuple)):
         return [_plain(each) for each in tree]
     if isinstance(tree, dict):

@@ -45,6 +45,14 @@ def wide() -> list[Any]:
     return tree
 
 
+def truncated(divisor: Any, dtype: torch.dtype, op: str = "div") -> dict[str, Any]:
+    """A division that ends the process of a CPU: the smallest integer by -1."""
+    smallest = torch.full((1,), torch.iinfo(dtype).min, dtype=dtype)
+    name = "Tensor_mode" if isinstance(divisor, Tensor) else "Scalar_mode"
+    divisor = divisor.to(dtype) if isinstance(divisor, Tensor) else divisor
+    return call(f"aten::{op}.{name}", smallest, divisor, overload=name, kwargs={"rounding_mode": "trunc"})
+
+
 HOSTILE: dict[str, Any] = {
     "imports a module": call("import_module::__call__", "antigravity", overload="__call__"),
     "loads a library": call("load_library::__call__", "evil.so", overload="__call__"),
@@ -76,6 +84,16 @@ HOSTILE: dict[str, Any] = {
     "many iterations": call("dsv4::mhc_pre", *MIX, 10**9),
     "many heads": call("dsv4::q_norm_rope", torch.ones(1, 1, 64), ONE.long(), torch.ones(4, 64), 1e-6, 2**30),
     "a large integer": call("dsv4::mhc_pre", *MIX, 10**30),
+    "scalars divided by 0": call("aten::remainder.int", 1, 0, overload="int"),
+    "scalars whose quotient is too large": call("aten::remainder.int", -(2**63), -1, overload="int"),
+    "text": call("aten::add.str", "a", "b", overload="str"),
+    "integers whose quotient is too large": truncated(-1, torch.int64),
+    "integers whose quotient is too large, in place": truncated(torch.full((1,), -1), torch.int32, "div_"),
+    "integers whose quotient is too large, by name": call(
+        "aten::div.Tensor_mode",
+        overload="Tensor_mode",
+        kwargs={"self": torch.full((1,), -(2**63)), "other": torch.full((1,), -1), "rounding_mode": "trunc"},
+    ),
     "no result of that shape": call("aten::exp", torch.ones(3)),
     "too few arguments": call("dsv4::mhc_pre", 1),
     "another kind of argument": call("aten::exp", {"a": 1}),
@@ -182,6 +200,17 @@ def test_calls_of_every_kind_of_op_are_saved(op: str, tmp_path: Path) -> None:
     result = next(x for x in (*returned, *written) if isinstance(x, Tensor) and x.numel())
     found = rerun(save_call(tmp_path / "call.pt", OPS[op], args, {}, result, result))
     assert found.first.largest == found.second.largest == 0
+
+
+def test_parameters_and_integers_are_saved_as_they_were(tmp_path: Path) -> None:
+    aten, eye = torch.ops.aten, torch.eye(2)
+    path = save_call(tmp_path / "call.pt", aten.mm.default, (eye, torch.nn.Parameter(eye)), {}, eye, eye)
+    assert not rerun(path).first.differs
+    smallest = torch.full((1,), -(2**31), dtype=torch.int32)
+    args = smallest.long() - 1, -1
+    quotient = aten.div.Scalar_mode(*args, rounding_mode="trunc")
+    path = save_call(path, aten.div.Scalar_mode, args, {"rounding_mode": "trunc"}, quotient, quotient)
+    assert not rerun(path).first.differs
 
 
 def test_a_call_that_no_file_may_hold_is_not_saved(tmp_path: Path) -> None:
