@@ -6,7 +6,6 @@ that Inductor appends to names of kernels do not count.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from ...errors import check, fail
 from ..render import DEFAULT_WIDTH, page_text
 from ..sections import Section, Table, clipped
+from .matching import matches
 from .rows import Node, Replay
 
 NOISE_US = 0.3
@@ -93,19 +93,17 @@ class Difference:
 def compare(old: Replay, new: Replay) -> Difference:
     """Return what changed from `old` to `new`."""
     found = Difference(old, new)
-    before, after = [_key(node) for node in old.nodes], [_key(node) for node in new.nodes]
-    matcher = difflib.SequenceMatcher(a=before, b=after, autojunk=False)
-    for tag, i, i_end, j, j_end in matcher.get_opcodes():
-        if tag != "equal":
-            found.removed += old.nodes[i:i_end]
-            found.added += new.nodes[j:j_end]
-            continue
-        for pair in map(Pair, old.nodes[i:i_end], new.nodes[j:j_end]):
-            if pair.old.shapes != pair.new.shapes:
-                found.reshaped.append(pair)
-            least = max(NOISE_US, NOISE_SHARE[new.graphs] * (pair.old.us or 0.0))
-            if abs(pair.more_us) > least:
-                (found.slower if pair.more_us > 0 else found.faster).append(pair)
+    matched = matches([_key(node) for node in old.nodes], [_key(node) for node in new.nodes])
+    kept, again = {i for i, _ in matched}, {j for _, j in matched}
+    found.removed += [node for i, node in enumerate(old.nodes) if i not in kept]
+    found.added += [node for j, node in enumerate(new.nodes) if j not in again]
+    for i, j in matched:
+        pair = Pair(old.nodes[i], new.nodes[j])
+        if pair.old.shapes != pair.new.shapes:
+            found.reshaped.append(pair)
+        least = max(NOISE_US, NOISE_SHARE[new.graphs] * (pair.old.us or 0.0))
+        if abs(pair.more_us) > least:
+            (found.slower if pair.more_us > 0 else found.faster).append(pair)
     found.slower.sort(key=lambda pair: -pair.more_us)
     found.faster.sort(key=lambda pair: pair.more_us)
     return found

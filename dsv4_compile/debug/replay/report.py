@@ -22,7 +22,7 @@ from .rows import PARTS, Node, Replay, Total
 
 SCHEMA = "dsv4.replay/1"
 MOST_NODES = 10_000
-"""Nodes of a record that is read: a comparison takes their square."""
+"""Nodes of a record that is read: a step of the largest model has half as many."""
 _KERNEL_NAME = 48
 _SAVED = "report.save('replay.html') writes a page with a timeline, '.json' a record for `dsv4 explain --diff`."
 
