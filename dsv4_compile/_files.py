@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import platform
 import random
@@ -23,6 +24,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+_log = logging.getLogger(__name__)
 MOST_ENTRIES = 100_000
 """Entries of a folder that `why_unsafe` looks at: a second or two."""
 LOCK_SECONDS = 10.0
@@ -72,13 +74,31 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make `folder` for this user alone. PermissionError if there is one that others can write, or a link."""
+    """Make `folder` for this user alone; one of this user that a group can write is closed to it, which the log says.
+
+    PermissionError if there is one that anyone can write, one of another user, or a link. What is in a folder that was
+    open before needs a check of its own: see `check_private`.
+    """
     folder.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode):
         raise PermissionError(f"{folder} is a link or a file: remove it")
+    if hasattr(os, "geteuid") and facts.st_uid == os.geteuid() and facts.st_mode & _OTHERS == stat.S_IWGRP:
+        facts = _close(folder)
     if why := _why_shared(facts, folder):
         raise PermissionError(why)
+
+
+def _close(folder: Path) -> os.stat_result:
+    """Take the permissions of others from a folder, as a umask of 002 has left them, and return its new state."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | AS_IT_IS)
+    try:
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            os.fchmod(descriptor, stat.S_IRWXU)
+            _log.warning("%s could be written by a group: it is now closed to others", folder)
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_private(descriptor: int, path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_file_that_is_not_what_was_built_is_built_again(
     assert "built again" in caplog.text
 
 
-@pytest.mark.parametrize("shared", ["mode", "group", "link", "file", "owner"])
+@pytest.mark.parametrize("shared", ["all", "others", "link", "file", "owner"])
 def test_a_folder_of_others_is_not_used(
     shared: str,
     compiler: Compiler,
@@ -145,10 +145,26 @@ def test_a_folder_of_others_is_not_used(
             monkeypatch.setattr(_files, "_trusted", lambda: {os.geteuid() + 1})
         case _:
             folder.mkdir()
-            folder.chmod(0o777 if shared == "mode" else 0o770)
+            folder.chmod(0o777 if shared == "all" else 0o702)
     assert build() is None
     (record,) = caplog.records
     assert "W603" in record.message and str(folder) in record.message and not list(other.iterdir())
+
+
+def test_a_folder_left_open_to_a_group_is_closed_and_its_files_are_checked(
+    compiler: Compiler, libraries: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A umask of 002 leaves folders that a group can write, and files that one of the group put there."""
+    compiler('cp "$good" "$out"')
+    build()
+    path = kept(tmp_path)
+    path.write_bytes(libraries["evil"].read_bytes())
+    path.chmod(0o775)
+    path.parent.chmod(0o775)
+    assert build().answer() == 42 and build().answer() == 42
+    assert path.parent.stat().st_mode & 0o777 == 0o700 and not (tmp_path / "executed").exists()
+    first, second = (record.message for record in caplog.records)
+    assert "closed to others" in first and "built again" in second
 
 
 @pytest.mark.parametrize(
