@@ -226,7 +226,12 @@ def _ratios(raw: Mapping[str, Any]) -> tuple[int, ...]:
     if types is None:
         fail("E205", got="a configuration without compress_ratios or layer_types", fix="pass the model's config.json")
     unknown = sorted(set(types) - set(RATIO_OF_LAYER_TYPE))
-    check(not unknown, "E205", got=f"layer_types with {unknown}", fix=f"known types are {sorted(RATIO_OF_LAYER_TYPE)}")
+    check(
+        not unknown,
+        "E205",
+        got=f"layer_types with {shown(unknown)}",
+        fix=f"known types are {sorted(RATIO_OF_LAYER_TYPE)}",
+    )
     return tuple(RATIO_OF_LAYER_TYPE[t] for t in types)
 
 

@@ -47,12 +47,12 @@ def one_of(*values: str) -> Rule:
     return lambda value: "" if isinstance(value, str) and value in values else f"one of {', '.join(values)}"
 
 
-def list_of(rule: Rule, most: int) -> Rule:
-    """Accept lists of at most `most` values."""
+def list_of(rule: Rule, most: int, least: int = 0) -> Rule:
+    """Accept lists of `least` to `most` values."""
 
     def why(value: Any) -> str:
-        if not isinstance(value, (list, tuple)) or len(value) > most:
-            return f"a list of at most {most} values"
+        if not isinstance(value, (list, tuple)) or not least <= len(value) <= most:
+            return f"a list of {least} to {most} values"
         bad = next((reason for each in value if (reason := rule(each))), "")
         return f"a list whose values are {bad}" if bad else ""
 
@@ -77,7 +77,7 @@ class Fields:
 _THETA = real(1.0, 1e15, above=True)
 _EPS = real(0.0, 1.0)
 _TOKEN = integer(-1, 1 << 31)
-_TOKENS = either(_TOKEN, list_of(_TOKEN, 1024))
+_TOKENS = either(_TOKEN, list_of(_TOKEN, 1024, least=1))
 _LAYERS = 512
 LAYER_TYPES = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 ROPE: dict[str, Rule] = {
@@ -117,7 +117,7 @@ ATTENTION: dict[str, Rule] = {
     "rms_norm_eps": _EPS,
     "rope_theta": _THETA,
     "compress_rope_theta": _THETA,
-    "rope_scaling": Fields(ROPE),
+    "rope_scaling": Fields(ROPE | {"main": Fields(ROPE), "compress": Fields(ROPE)}),
     "rope_parameters": Fields(ROPE | {"main": Fields(ROPE), "compress": Fields(ROPE)}),
     "max_position_embeddings": integer(1, 1 << 40),
     "original_max_position_embeddings": integer(1, 1 << 40),

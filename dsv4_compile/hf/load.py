@@ -111,7 +111,7 @@ def load(
     if mesh is not None:
         check_splittable(attention_only)
         split_placement(placement, Ranks.of(mesh), expert_layout)
-    generation = generation_config(checkpoint.folder)
+    generation = generation_config(checkpoint.folder, placement.model.config.vocab_size)
     ours = DeepseekV4Config.from_hf(placement.model.config)
     model_dtype = placement.model.config.dtype
     formats = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=model_dtype, hadamard=hadamard)

@@ -30,6 +30,8 @@ _NEEDED: dict[str, Any] = {
     "mlp_bias": False,
 }
 """Values of a configuration that the ops around attention stand for."""
+_SCORED = ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids")
+"""Fields of `generation_config.json` by whose tokens scores are indexed."""
 _MATRICES = 3
 """Matrices of an expert: gate, up and down."""
 _LAYER = re.compile(r"layers\.([0-9]{1,9})\.")
@@ -41,7 +43,7 @@ def model_config(raw: Mapping[str, Any], dequantize: bool) -> Any:
 
     Keys that are not in `MODEL` do not reach transformers, which fetches and runs code that some of them name.
     """
-    DeepseekV4Config.from_hf(raw)
+    ours = DeepseekV4Config.from_hf(raw)
     check_fields(raw, MODEL)
     fields, unknown = known(raw, MODEL)
     if unknown:
@@ -55,6 +57,7 @@ def model_config(raw: Mapping[str, Any], dequantize: bool) -> Any:
         config: Any = HfConfig.from_dict(fields | {"attn_implementation": "eager"})
     except Exception as fault:  # a strict dataclass of transformers raises classes of its own
         raise error("E205", got="a config.json that transformers does not read", why=str(fault)) from None
+    _check_same(ours, DeepseekV4Config.from_hf(config))
     for name, value in _NEEDED.items():
         got = getattr(config, name, value)
         check(got == value, "E205", got=f"{name}={got!r}", why=f"DeepSeek-V4 has {name}={value!r}")
@@ -74,6 +77,21 @@ def model_config(raw: Mapping[str, Any], dequantize: bool) -> Any:
         if dequantize and hasattr(config, name):
             delattr(config, name)
     return config
+
+
+def _check_same(ours: DeepseekV4Config, theirs: DeepseekV4Config) -> None:
+    """Raise E205 for keys that contradict each other, of which transformers reads others than this package."""
+    for name in ("rope_theta", "compress_rope_theta", "rope_dim", "yarn", "compress_ratios"):
+        read = getattr(ours, name), getattr(theirs, name)
+        if name == "compress_ratios":  # those of draft layers may follow
+            read = read[0][: ours.num_layers], read[1][: ours.num_layers]
+        check(
+            read[0] == read[1],
+            "E205",
+            got=f"a config.json with {name}={shown(read[0])}, of which transformers reads {shown(read[1])}",
+            why="several keys say it, and not the same",
+            fix="keep one of rope_scaling and rope_parameters, and one of compress_ratios and layer_types",
+        )
 
 
 def _check_quantization(quantization: Mapping[str, Any]) -> None:
@@ -123,7 +141,7 @@ def check_counts(config: Any, tensors: Mapping[str, Stored]) -> None:
     )
 
 
-def generation_config(folder: Path) -> GenerationConfig | None:
+def generation_config(folder: Path, vocab_size: int) -> GenerationConfig | None:
     """Return the folder's generation configuration, or None if it has none. Raises E209 for odd values."""
     file = folder / "generation_config.json"
     if not os.path.lexists(file):
@@ -131,9 +149,20 @@ def generation_config(folder: Path) -> GenerationConfig | None:
     raw = read_json(folder, file)
     check_fields(raw, GENERATION, "E209", f"{file} with ")
     fields, unknown = known(raw, GENERATION)
+    for name in _SCORED:
+        tokens = _flat(fields.get(name))
+        got = f"{file} with {name}={max(tokens, default=0)} of {vocab_size} tokens"
+        check(all(token < vocab_size for token in tokens), "E209", got=got, why="scores have no such column")
     if unknown:
         _log.warning("%s: keys that are not read: %s", file, ", ".join(sorted(unknown)[:20]))
     try:
         return GenerationConfig(**fields)
     except Exception as fault:  # its validation raises several classes
         raise error("E209", got=f"{file}", why=shown(str(fault))) from None
+
+
+def _flat(tokens: Any) -> list[int]:
+    """Return token ids of nested lists, none for None."""
+    if isinstance(tokens, list):
+        return [token for each in tokens for token in _flat(each)]
+    return [] if tokens is None else [tokens]

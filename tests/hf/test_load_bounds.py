@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4_compile import DeepseekV4Config, DSV4Error, hf
 from dsv4_compile.checkpoints.json_text import parse
 from dsv4_compile.config import Yarn
-from dsv4_compile.hf import folder_report
+from dsv4_compile.hf import folder_report, model_config
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.loading import load_attention_from_safetensors
 from dsv4_compile.modules import DeepseekV4Attention
@@ -83,8 +83,15 @@ def test_unknown_keys_of_generation_are_named_and_left_out(
     generation = hf.load(folder, **SIZES).generation_config
     assert "keys that are not read: cache_implementation, custom_generate" in caplog.text
     assert generation.temperature == 0.5 and not hasattr(generation, "custom_generate")
-    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
-    assert "with temperature='hot'" in str(refused(folder))
+    for odd, message in {
+        '{"temperature": "hot"}': "with temperature='hot'",
+        '{"eos_token_id": []}': "a list of 1 to 1024 values",
+        '{"forced_eos_token_id": [3, 512]}': "forced_eos_token_id=512 of 512 tokens",
+        '{"forced_bos_token_id": 100000}': "forced_bos_token_id=100000 of 512 tokens",
+        '{"bad_words_ids": [[1], [2, 600]]}': "bad_words_ids=600 of 512 tokens",
+    }.items():
+        (folder / "generation_config.json").write_text(odd)
+        assert message in str(refused(folder))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +127,32 @@ def test_sizes_and_ranges_are_checked_before_modules_are_built(
     assert fault.code in ("E205", "E207")
     assert re.search(message, str(fault)), fault
     assert fault.code in [row.name for row in folder_report.rows(folder)]
+
+
+NESTED = {"main": {"rope_type": "default"}, "compress": {"rope_type": "yarn", "rope_theta": 160000.0}}
+NESTED["compress"] |= {"factor": 4, "original_max_position_embeddings": 4096, "attention_factor": 1.0}
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_nested_parameters_of_yarn_are_read_under_either_name(good: Path, tmp_path: Path, key: str) -> None:
+    values = {"rope_scaling": None, key: NESTED}
+    model = hf.load(with_config(good, tmp_path / "nested", **values), **SIZES)
+    assert DeepseekV4Config.from_hf(model.config).yarn == Yarn(4.0, 4096)
+
+
+def test_keys_that_contradict_each_other_are_named(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["sliding_attention"] * 4
+    assert "compress_ratios=(1, 4, 128, 4)" in str(refused(with_config(good, tmp_path / "kinds", layer_types=kinds)))
+    read = model_config.HfConfig.from_dict
+    without = {"rope_scaling": None}
+    monkeypatch.setattr(model_config.HfConfig, "from_dict", lambda fields: read({**fields, **without}))
+    assert "yarn=Yarn(factor=16.0" in str(refused(with_config(good, tmp_path / "yarn")))
+
+
+def test_a_message_is_short_whatever_a_configuration_holds(good: Path, tmp_path: Path) -> None:
+    kinds = [f"{i:0128d}" for i in range(1000)]
+    fault = refused(with_config(good, tmp_path / "long", layer_types=kinds, compress_ratios=None))
+    assert "layer_types with" in str(fault) and len(str(fault)) < 2000
 
 
 def test_many_experts_of_one_layer_do_not_stand_for_those_of_all(good: Path, tmp_path: Path) -> None:
