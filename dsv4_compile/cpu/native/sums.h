@@ -35,6 +35,16 @@ static inline Vector load(const float* x) {
   return v;
 }
 
+// a * b + c, rounded once wherever the CPU can. Compilers may vectorise the multiplications of a scalar loop and leave its
+// additions in order, for one size of a block and not for the next: a call leaves them no choice.
+static inline float fused(float a, float b, float c) {
+#ifdef __FMA__
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // The sum of all lanes, halves first.
 static inline float over_lanes(Vector v) {
   typedef float Half __attribute__((vector_size(sizeof(Vector) / 2)));
@@ -69,7 +79,7 @@ static void dot_block(const float* const* a, const float* const* b, i64 n, float
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
       float sum = over_lanes(parts[r][c]);
-      for (i64 j = i; j < n; ++j) sum += a[r][j] * b[c][j];
+      for (i64 j = i; j < n; ++j) sum = fused(a[r][j], b[c][j], sum);
       out[r * stride + c] = sum;
     }
 }
@@ -93,7 +103,7 @@ static void weighted_block(const float* weights, i64 stride, const float* const*
   for (; i < n; ++i)
     for (int r = 0; r < R; ++r) {
       float sum = 0.0f;
-      for (i64 k = 0; k < count; ++k) sum += weights[r * stride + k] * rows[k][i];
+      for (i64 k = 0; k < count; ++k) sum = fused(weights[r * stride + k], rows[k][i], sum);
       out[r][i] = sum;
     }
 }
@@ -112,7 +122,7 @@ static inline float dot(const float* a, const float* b, i64 n) {
 #pragma GCC unroll 8
     for (int p = 0; p < half; ++p) parts[p] += parts[p + half];
   float sum = over_lanes(parts[0]);
-  for (; i < n; ++i) sum += a[i] * b[i];
+  for (; i < n; ++i) sum = fused(a[i], b[i], sum);
   return sum;
 }
 
