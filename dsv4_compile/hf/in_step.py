@@ -41,8 +41,10 @@ class InStep:
     """Keeps the calls of a split model the same on all ranks.
 
     A call with more than one column is compared with those of the other ranks, on a CPU every call, and each call of
-    `generate` as a whole; of the first call of each graph also the bits of its results. All-reduces over symmetric
-    memory wait without end, so a watchdog looks for ranks that are gone; waits of gloo end by `host_waits`.
+    `generate` as a whole; of the first call of each graph also the bits of its results. Later direct calls with one
+    column on a GPU are not: a comparison reads their ids, for which the host would wait at each step. All-reduces
+    over symmetric memory wait without end, so a watchdog looks for ranks that are gone; waits of gloo end by
+    `host_waits`.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device | None = None, timeout: float = watchdog.TIMEOUT) -> None:

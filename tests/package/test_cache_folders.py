@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,17 @@ def test_doctor_looks_at_both_caches(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert (found().level, found().value) == ("ok", str(cache))
     (cache / "ab").chmod(0o777)
     assert found().level == "warn" and "anyone can write" in found().note
+
+
+def test_files_that_are_replaced_at_once_are_whole(tmp_path: Path) -> None:
+    """Two threads of a process, without a lock: each writes a file of its own, and moves it."""
+    path = tmp_path / "results.json"
+
+    def write(number: int) -> None:
+        for _ in range(200):
+            _files.replace(path, str(number) * 1000)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert path.read_text() in {f"{str(number) * 1000}\n" for number in range(4)}
+    assert list(tmp_path.iterdir()) == [path]

@@ -28,6 +28,8 @@ _log = logging.getLogger("dsv4_compile.cpu")
 _COMPILERS = ("g++", "c++", "clang++")
 _PATIENCE = 20.0
 """Seconds after which a line says that a compiler is still running."""
+_ROOM = 1 << 20
+"""Bytes that a library takes, amply."""
 _SHOWN = 400
 """Characters of a compiler's last words that are shown."""
 _descriptors: list[int] = []
@@ -146,7 +148,10 @@ def _run(command: Sequence[str], folder: Path, seconds: float) -> None:
     if process.returncode < 0:
         raise Unusable(f"{command[0]} was ended by signal {-process.returncode}: {last}")
     if process.returncode:
-        raise OSError(f"{command[0]} failed with {process.returncode}: {last}")
+        failed = f"{command[0]} failed with {process.returncode}"
+        if (free := shutil.disk_usage(folder).free) < _ROOM:  # for the compiler's words neither, nor with other flags
+            raise Unusable(f"{failed}, and {folder.parent} has {free} bytes left: {last}")
+        raise OSError(f"{failed}: {last}")
 
 
 def _wait(process: subprocess.Popen[bytes], name: str, seconds: float) -> None:

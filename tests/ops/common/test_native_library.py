@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -245,6 +246,16 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     assert build() is None
     (record,) = caplog.records
     assert "W603" in record.message
+
+
+def test_a_full_disk_is_named_and_the_compiler_runs_once(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler(f"echo >> {tmp_path}/runs; exit 1")
+    monkeypatch.setattr(library.shutil, "disk_usage", lambda folder: SimpleNamespace(free=12))
+    assert build() is None
+    (record,) = caplog.records
+    assert "has 12 bytes left" in record.message and (tmp_path / "runs").read_text() == "\n"
 
 
 def test_remains_of_killed_builders_are_removed(compiler: Compiler, tmp_path: Path) -> None:
