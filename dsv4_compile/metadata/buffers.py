@@ -1,4 +1,4 @@
-"""The table of all persistent metadata buffers: name, shape, dtype, pad value and what fills them.
+"""The table of all persistent metadata buffers: name, shape, dtype, pad value and source of the values.
 
 `MetadataBuffers` allocates exactly the buffers of this table, `plan_buffers` predicts their bytes, and tests check
 both.
@@ -173,20 +173,20 @@ def plan_buffers(
         window: tokens a token attends directly.
         ratios: compress ratios of the model's layers; buffers of other ratios are left out.
         window_block_size: tokens of a page of the window cache.
-        engine_slots: whether the engine marks padding tokens by negative slots in a `slot_mapping` of its own.
+        engine_slots: whether the engine marks padding tokens by negative slots in its `slot_mapping`.
     """
-    given = {
+    limits = {
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_num_seqs": max_num_seqs,
         "max_model_len": max_model_len,
         "window": window,
         "window_block_size": window_block_size,
     }
-    given = {name: check_size(name, value) for name, value in given.items()}
-    max_num_seqs, max_model_len = given["max_num_seqs"], given["max_model_len"]
+    limits = {name: check_size(name, value) for name, value in limits.items()}
+    max_num_seqs, max_model_len = limits["max_num_seqs"], limits["max_model_len"]
     unknown = sorted(set(ratios) - {0, 1, layout.CSA_RATIO, layout.HCA_RATIO})
     check(not unknown, "E205", got=f"ratios {unknown}", fix="pass the compress ratios of the layers: 0, 1, 4, 128")
-    sizes = {**given, "max_num_seqs_plus_1": max_num_seqs + 1, "c128a_width": layout.c128a_width(max_model_len)}
+    sizes = {**limits, "max_num_seqs_plus_1": max_num_seqs + 1, "c128a_width": layout.c128a_width(max_model_len)}
     groups = groups_of(ratios)
     for group in groups:
         tokens = PAGE_TOKENS[group]

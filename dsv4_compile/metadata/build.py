@@ -76,7 +76,7 @@ def build_batch_metadata(
         query_start_loc: int `[R + 1]`, first token of each request and the end of the last; padded requests repeat it.
         seq_lens: int `[R]`, tokens of each request, this step's query included; 0 for padded requests.
         num_tokens: T, at least `query_start_loc[-1]`; tokens after it are padding.
-        slot_mapping: int `[T]`, the engine's slots of raw tokens, if it has them: a token whose slot is negative is
+        slot_mapping: int `[T]`, the engine's slots of raw tokens, if it has them: a token with a negative slot is
             padding. Positive slots are ignored; slots always come from the block tables.
         block_tables, window, max_model_len, ratios, window_block_size: see `build_metadata`.
     """

@@ -29,7 +29,7 @@ def check_capacity(what: str, got: int, capacity: int, name: str) -> None:
 
 
 def int_tensor(name: str, values: Any) -> Tensor:
-    """Return a tensor as it is, and other integers as one. Raises E201 for what is no vector of integers."""
+    """Return a tensor as it is, and other integers as one. Raises E201 unless `values` is a vector of integers."""
     if isinstance(values, Tensor):
         return values
     try:

@@ -1,4 +1,4 @@
-"""Group prefills into chunks whose gathered keys and values fit one workspace, from host numbers."""
+"""Group prefills into chunks so that gathered keys and values fit one workspace, from host numbers."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def get_prefill_chunk_plan(
     chunks: list[PrefillChunk] = []
     start = entries = gathered = 0
     for request, (seq_len, gather_len) in enumerate(zip(seq_lens, gather_lens, strict=True)):
-        own = seq_len // ratio if ratio > 1 else 0
+        compressed = seq_len // ratio if ratio > 1 else 0
         check(
-            own + gather_len <= max_rows,
+            compressed + gather_len <= max_rows,
             "E204",
-            got=f"request {request} needs {own + gather_len} rows of a prefill workspace of {max_rows}",
+            got=f"request {request} needs {compressed + gather_len} rows of a prefill workspace of {max_rows}",
         )
-        more = max(entries, own) + max(gathered, gather_len)
+        more = max(entries, compressed) + max(gathered, gather_len)
         if (request + 1 - start) * more > max_rows:
             chunks.append(PrefillChunk(start, request, entries, entries + gathered))
             start, entries, gathered = request, 0, 0
-        entries, gathered = max(entries, own), max(gathered, gather_len)
+        entries, gathered = max(entries, compressed), max(gathered, gather_len)
     if len(seq_lens) > 0:
         chunks.append(PrefillChunk(start, len(seq_lens), entries, entries + gathered))
     return chunks

@@ -9,7 +9,7 @@ from ..errors import fail
 
 
 class AtFixedAddresses:
-    """Base of objects whose tensors, graphs or slots belong to one process, at addresses that stay.
+    """Base of objects with tensors, graphs or slots that belong to one process, at fixed addresses.
 
     A graph reads the addresses that it captured, so a copy would write some tensors and read others.
     `copy.copy`, `copy.deepcopy` and `pickle` raise E432.
@@ -28,7 +28,7 @@ class AtFixedAddresses:
         fail("E432", got=f"a copy or a pickle of a {type(self).__name__}")
 
     def check_process(self) -> None:
-        """Raise E432 in another process than that of the constructor."""
+        """Raise E432 in any process but that of the constructor."""
         if os.getpid() != self._process:
             fail(
                 "E432",

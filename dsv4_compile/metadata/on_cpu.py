@@ -32,15 +32,15 @@ class _Group(NamedTuple):
 
 def _groups(ratios: Collection[int], window_block_size: int) -> list[_Group]:
     """Return the groups that tokens have a slot in, in the order of the op's results."""
-    found = [_Group("window", 1, window_block_size)]
+    groups = [_Group("window", 1, window_block_size)]
     if CSA_RATIO in ratios:
         block, state = storage_block_size(CSA_RATIO), state_block_size(CSA_RATIO)
-        found += [_Group("c4", CSA_RATIO, block), _Group("c4_state", 1, state)]
-        found += [_Group("indexer", CSA_RATIO, block), _Group("indexer_state", 1, state)]
+        groups += [_Group("c4", CSA_RATIO, block), _Group("c4_state", 1, state)]
+        groups += [_Group("indexer", CSA_RATIO, block), _Group("indexer_state", 1, state)]
     if HCA_RATIO in ratios:
-        found.append(_Group("c128", HCA_RATIO, storage_block_size(HCA_RATIO)))
-        found.append(_Group("c128_state", 1, state_block_size(HCA_RATIO)))
-    return found
+        groups.append(_Group("c128", HCA_RATIO, storage_block_size(HCA_RATIO)))
+        groups.append(_Group("c128_state", 1, state_block_size(HCA_RATIO)))
+    return groups
 
 
 def build_on_cpu(
@@ -55,7 +55,7 @@ def build_on_cpu(
     """Return the metadata of `build` from its arguments; requests are rows of the block tables."""
     groups = _groups(ratios, window_block_size)
     width = c128a_width(max_model_len) if HCA_RATIO in ratios else 0
-    made = torch.ops.dsv4_metadata.build(
+    outputs = torch.ops.dsv4_metadata.build(
         positions,
         requests,
         [getattr(block_tables, group.table) for group in groups],
@@ -64,7 +64,7 @@ def build_on_cpu(
         window,
         width,
     )
-    slots, valid, places, owners, indices, lens, *rest = made
+    slots, valid, places, owners, indices, lens, *rest = outputs
     slot = dict(zip((group.table for group in groups), slots.unbind(0), strict=True))
     c4 = c128 = None
     if CSA_RATIO in ratios:
@@ -107,22 +107,22 @@ def _run(
     max_entries: int,
 ) -> list[Tensor]:
     """Return slots int64 `[G, T]`, valid, positions, requests, window indices and lengths, then entries of each ratio:
-    visible ones for ratio 4; visible ones, indices and lengths for ratio 128. See `types` for what each holds."""
+    visible ones for ratio 4; visible ones, indices and lengths for ratio 128. See `types` for their contents."""
     valid = positions >= 0
     slots = token_slots(positions, requests, tables, ratios, block_sizes)
     lens = (positions + 1).clamp_(0, window)
     indices = listed_slots(tables[0], requests, positions - lens + 1, lens, window, block_sizes[0])
-    made = [slots, valid, positions.clamp_min(0), requests.to(torch.int32), indices, lens.to(torch.int32)]
+    outputs = [slots, valid, positions.clamp_min(0), requests.to(torch.int32), indices, lens.to(torch.int32)]
     reached = (positions + 1).clamp_min_(0)
     if CSA_RATIO in ratios:
-        made.append((reached // CSA_RATIO).to(torch.int32))
+        outputs.append((reached // CSA_RATIO).to(torch.int32))
     if HCA_RATIO in ratios:
         group = list(ratios).index(HCA_RATIO)
         visible = reached // HCA_RATIO
         listed = visible.clamp_max(max_entries)
         rows = tables[group], requests, torch.zeros_like(listed), listed, max_entries, block_sizes[group]
-        made += [visible.to(torch.int32), listed_slots(*rows), listed.to(torch.int32)]
-    return made
+        outputs += [visible.to(torch.int32), listed_slots(*rows), listed.to(torch.int32)]
+    return outputs
 
 
 def _fake(
@@ -133,13 +133,13 @@ def _fake(
     def new(*shape: Any, dtype: torch.dtype = torch.int32) -> Tensor:
         return positions.new_empty(shape, dtype=dtype)
 
-    made = [new(len(tables), tokens, dtype=torch.int64), new(tokens, dtype=torch.bool)]
-    made += [new(tokens, dtype=torch.int64), new(tokens), new(tokens, window), new(tokens)]
+    outputs = [new(len(tables), tokens, dtype=torch.int64), new(tokens, dtype=torch.bool)]
+    outputs += [new(tokens, dtype=torch.int64), new(tokens), new(tokens, window), new(tokens)]
     if CSA_RATIO in ratios:
-        made.append(new(tokens))
+        outputs.append(new(tokens))
     if HCA_RATIO in ratios:
-        made += [new(tokens), new(tokens, max_entries), new(tokens)]
-    return made
+        outputs += [new(tokens), new(tokens, max_entries), new(tokens)]
+    return outputs
 
 
 _LIBRARY.impl("build", _run, "CompositeExplicitAutograd")

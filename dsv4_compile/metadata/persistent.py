@@ -64,8 +64,8 @@ class MetadataBuffers(AtFixedAddresses):
         self.max_model_len, self.window_block_size = sizes["max_model_len"], sizes["window_block_size"]
         self.groups = groups_of(ratios)
         adopted = {} if block_tables is None else self._adopt(block_tables)
-        own = self.plan.allocate([spec.name for spec in self.plan.specs if spec.name not in adopted], device)
-        self.tensors: dict[str, Tensor] = own | adopted
+        allocated = self.plan.allocate([spec.name for spec in self.plan.specs if spec.name not in adopted], device)
+        self.tensors: dict[str, Tensor] = allocated | adopted
         """Every buffer by its declared name."""
         self.block_tables = BlockTables(**{group: self.tensors[f"{group}_block_table"] for group in self.groups})
         """The persistent block tables; None for groups that the model does not have."""
@@ -147,26 +147,26 @@ class MetadataBuffers(AtFixedAddresses):
         """Return the tables to copy, by buffer name, without those that already are the buffers."""
         tables = {}
         for group in self.groups:
-            page, own = PAGE_TOKENS[group], self.tensors[f"{group}_block_table"]
+            page, buffer = PAGE_TOKENS[group], self.tensors[f"{group}_block_table"]
             columns = layout.cdiv(longest, self.plan.sizes[page] if isinstance(page, str) else page)
-            given = getattr(block_tables, group)
-            if given is None or given.data_ptr() != own.data_ptr():
-                tables[f"{group}_block_table"] = check_table(group, given, requests, columns, own.shape[1])
+            table = getattr(block_tables, group)
+            if table is None or table.data_ptr() != buffer.data_ptr():
+                tables[f"{group}_block_table"] = check_table(group, table, requests, columns, buffer.shape[1])
         return tables
 
     def _put(self, name: str, values: Tensor) -> None:
-        own, count = self.tensors[name], values.shape[0]
-        own[:count].copy_(values)
+        buffer, count = self.tensors[name], values.shape[0]
+        buffer[:count].copy_(values)
         if name == "query_start_loc":
-            own[count:].copy_(own[count - 1 : count].expand(own.shape[0] - count))
+            buffer[count:].copy_(buffer[count - 1 : count].expand(buffer.shape[0] - count))
         else:
-            own[count:].fill_(next(self.plan.pad(spec) for spec in self.plan.specs if spec.name == name))
+            buffer[count:].fill_(next(self.plan.pad(spec) for spec in self.plan.specs if spec.name == name))
 
     def _put_table(self, name: str, table: Tensor, requests: int) -> None:
-        own, width = self.tensors[name], table.shape[1]
-        own[:requests, :width].copy_(table[:requests])
-        own[:requests, width:].fill_(layout.PAD_INDEX)
-        own[requests:].fill_(layout.PAD_INDEX)
+        buffer, width = self.tensors[name], table.shape[1]
+        buffer[:requests, :width].copy_(table[:requests])
+        buffer[:requests, width:].fill_(layout.PAD_INDEX)
+        buffer[requests:].fill_(layout.PAD_INDEX)
 
     def refresh(self, num_tokens: int | None = None) -> None:
         """Rewrite all outputs from the inputs, in place: rows of tokens, then padding.

@@ -49,7 +49,7 @@ class DeepseekV4Attention(LayerWeights):
         attention_backend: `auto` or a name in `attention_backends.NAMES`. A named backend is used or raises E302;
             `selection` holds the choice and the reasons.
         engine: `dsv4`, or `library` for the kernel library that the backend was made for.
-        max_num_batched_tokens: most tokens of a step, for backends whose prefills use a workspace (None =
+        max_num_batched_tokens: most tokens of a step, for backends with a prefill workspace (None =
             `max_seq_len`).
         workspace: memory for the keys that such prefills gather; None allocates at each call, which compiled code
             needs. See `dummy_run`.

@@ -46,7 +46,7 @@ class Compressor(nn.Module):
         self.norm = Norm(head_dim, dtype=dtype, device=device)
 
     def kv_score(self) -> Projection:
-        """Return the projection of the layer's input whose result `forward` takes as `kv_score`."""
+        """Return the projection of the layer's input that computes `kv_score` for `forward`."""
         return Projection((self.wkv, self.wgate), float32=True)
 
     def forward(

@@ -26,7 +26,7 @@ from .linear import Fp8Linear, Linear
 
 PATHS = ("auto", "bfloat16", "fp8", "fp8_packed", "fp8_rounded")
 PACKED_FROM = 10
-"""Major compute capability from which grouped GEMMs read packed scales."""
+"""Lowest major compute capability with grouped GEMMs that read packed scales."""
 
 
 def choose_path(wanted: str, wo_a: Linear | Fp8Linear, architecture: str) -> Decision:
@@ -41,13 +41,13 @@ def choose_path(wanted: str, wo_a: Linear | Fp8Linear, architecture: str) -> Dec
         fix='pass "auto" or "bfloat16", or build the layer with fp8=True',
     )
     impl, reason = (wanted, "asked for") if wanted != "auto" else _automatic(quantised, architecture)
-    found = Decision("output_projection", impl, reason)
-    record(found)
-    return found
+    decision = Decision("output_projection", impl, reason)
+    record(decision)
+    return decision
 
 
 def quantised_path(wanted: str, architecture: str) -> str:
-    """Return the path of e4m3 weights, also for a layer whose wo_a is replaced by a quantised one later."""
+    """Return the path of e4m3 weights, also for a layer that gets a quantised wo_a later."""
     return _automatic(True, architecture)[0] if wanted == "auto" else wanted
 
 

@@ -98,7 +98,7 @@ def prefill_attention(
         parts.append(torch.ops.dsv4.sparse_mla_prefill(q, workspace, no_keys, None, scale, attn_sink))
     if len(parts) == 1:
         return parts[0]
-    out, max_logits, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+    out, max_logits, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return out, max_logits, lse
 
 

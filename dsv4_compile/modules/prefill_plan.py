@@ -1,4 +1,4 @@
-"""Host-side plan of a prefill: the requests whose keys are in the workspace at a time, see `prefill`."""
+"""Host-side plan of a prefill: the requests that are in the workspace at a time, see `prefill`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..metadata import BatchSplit, get_prefill_chunk_plan
 
 
 class PrefillStep(NamedTuple):
-    """Requests whose keys share the workspace.
+    """Requests that share the workspace.
 
     Attributes:
         requests: slice of the batch's requests.

@@ -41,10 +41,10 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 def _unused_stream(device: torch.device, stream: int) -> torch.cuda.Stream | None:
     _USED.add((device, stream))
     for _ in range(POOL):
-        found = torch.cuda.Stream(device)
-        if (device, found.cuda_stream) not in _USED:
-            _USED.add((device, found.cuda_stream))
-            return found
+        unused = torch.cuda.Stream(device)
+        if (device, unused.cuda_stream) not in _USED:
+            _USED.add((device, unused.cuda_stream))
+            return unused
     return None
 
 

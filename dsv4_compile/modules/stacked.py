@@ -38,24 +38,24 @@ def stacks(
     """
 
     def kind(projection: Projection) -> tuple[Any, ...]:
-        part = projection.parts[0]
-        weight = part.weight if isinstance(part, (Linear, Fp8Linear)) else None
-        return type(part), None if weight is None else (weight.dtype, weight.device, weight.shape[1])
+        layer = projection.parts[0]
+        weight = layer.weight if isinstance(layer, (Linear, Fp8Linear)) else None
+        return type(layer), None if weight is None else (weight.dtype, weight.device, weight.shape[1])
 
     return nn.ModuleList(Stack(tuple(group), single_gemm, known) for _, group in groupby(projections, kind))
 
 
 def project(x: Tensor, projections: Sequence[Projection], stacked: nn.ModuleList) -> list[Tensor]:
     """Compute `projections` of x with their `stacks`, or one by one if a linear was replaced since."""
-    each: list[Any] = list(stacked)
-    held = [part for stack in each for part in stack.parts]
-    wanted = [part for projection in projections for part in projection.parts]
+    stacks: list[Any] = list(stacked)
+    held = [layer for stack in stacks for layer in stack.parts]
+    wanted = [layer for projection in projections for layer in projection.parts]
     if len(held) == len(wanted) and all(a is b for a, b in zip(held, wanted, strict=True)):
-        if len(each) == 2:
-            fused = each[0].fused_with(each[1], x)
+        if len(stacks) == 2:
+            fused = stacks[0].fused_with(stacks[1], x)
             if fused is not None:
                 return fused
-        return [result for stack in each for result in stack(x)]
+        return [result for stack in stacks for result in stack(x)]
     return [_unstacked(projection, x) for projection in projections]
 
 
@@ -84,7 +84,9 @@ class Stack(nn.Module):
         self.projections = projections
         self.single_gemm = single_gemm
         self.widths: list[int] = []
-        self.first_float32 = next((i for i, each in enumerate(projections) if each.float32), len(projections))
+        self.first_float32 = next(
+            (i for i, projection in enumerate(projections) if projection.float32), len(projections)
+        )
         self.register_buffer("weight", None, persistent=False)
         self.register_buffer("scale", None, persistent=False)
         self.reason = ""
@@ -93,28 +95,28 @@ class Stack(nn.Module):
     @property
     def parts(self) -> tuple[AnyLinear, ...]:
         """All linears, in the order of their rows."""
-        return tuple(part for projection in self.projections for part in projection.parts)
+        return tuple(layer for projection in self.projections for layer in projection.parts)
 
     def arrange(self, known: Sequence[Tensor] = ()) -> None:
         """Make the weights rows of one matrix, in place, unless they are already or cannot be."""
         self.reason = why_unsupported(self.parts)
         if not self.reason:
-            self.widths = [sum(part.weight.shape[0] for part in each.parts) for each in self.projections]
+            self.widths = [sum(layer.weight.shape[0] for layer in projection.parts) for projection in self.projections]
         # Parameters must not become inference tensors, which could not be loaded into later.
         with torch.inference_mode(False), torch.no_grad():
-            self.weight = None if self.reason else as_rows([part.weight for part in self.parts], self.weight, *known)
-            scales = [part.scale for part in self.parts if isinstance(part, Fp8Linear)]
+            self.weight = None if self.reason else as_rows([layer.weight for layer in self.parts], self.weight, *known)
+            scales = [layer.scale for layer in self.parts if isinstance(layer, Fp8Linear)]
             self.scale = None if self.reason or not scales else as_rows(scales, self.scale, *known)
 
     def release(self) -> None:
         """Move the weights to memory that is theirs alone, until `arrange` stacks them again."""
         if self.weight is not None:
-            release_rows(parameter for part in self.parts for parameter in part.parameters())
+            release_rows(parameter for layer in self.parts for parameter in layer.parameters())
         self.weight = self.scale = None
 
     def _intact(self) -> bool:
         """Return whether floating weights are still the rows of `weight`, cheaply enough for every call."""
-        weights = [part.weight for part in self.parts]
+        weights = [layer.weight for layer in self.parts]
         return self.weight is not None and self.scale is None and are_rows(weights, self.weight)
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -131,8 +133,8 @@ class Stack(nn.Module):
         if x.dtype is torch.float32 or len(narrow) == len(self.widths):
             return list(linear(x, self.weight).split(self.widths, dim=-1))
         if not narrow or (x.is_cuda if self.single_gemm is None else self.single_gemm):
-            whole = linear_fp32(x, self.weight).split(self.widths, dim=-1)
-            return [*(part.to(x.dtype) for part in whole[: len(narrow)]), *whole[len(narrow) :]]
+            results = linear_fp32(x, self.weight).split(self.widths, dim=-1)
+            return [*(result.to(x.dtype) for result in results[: len(narrow)]), *results[len(narrow) :]]
         rows = sum(narrow)
         rounded = linear(x, self.weight[:rows]).split(narrow, dim=-1)
         return [*rounded, *linear_fp32(x, self.weight[rows:]).split(self.widths[len(narrow) :], dim=-1)]
@@ -152,10 +154,10 @@ class Stack(nn.Module):
         if not together or x.dtype is not other.weight.dtype or x.dtype is torch.float32:
             return None
         quantize = self.projections[0].parts[0].quantize_input
-        whole = torch.ops.dsv4.fp8_linear(x, self.weight, self.scale, quantize, other.weight)
-        parts = whole.split([*self.widths, *other.widths], dim=-1)
+        results = torch.ops.dsv4.fp8_linear(x, self.weight, self.scale, quantize, other.weight)
+        parts = results.split([*self.widths, *other.widths], dim=-1)
         both = [*self.projections, *other.projections]
-        return [part if of.float32 else part.to(x.dtype) for of, part in zip(both, parts, strict=True)]
+        return [result if of.float32 else result.to(x.dtype) for of, result in zip(both, parts, strict=True)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stack:
         """Stack again: the linears are registered before the stack and have each been converted into new storage."""
@@ -182,7 +184,7 @@ class Stack(nn.Module):
 
 def _unstacked(projection: Projection, x: Tensor) -> Tensor:
     """Compute `projection`, each of its linears by itself."""
-    results = [linear_fp32(x, part.weight) if projection.float32 else part(x) for part in projection.parts]
+    results = [linear_fp32(x, layer.weight) if projection.float32 else layer(x) for layer in projection.parts]
     return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
 
 
@@ -191,10 +193,10 @@ def why_unsupported(parts: Sequence[AnyLinear]) -> str:
     first = parts[0]
     if len(parts) == 1:
         return "nothing to stack"
-    for part in parts:
-        if type(part) not in (Linear, Fp8Linear) or type(part) is not type(first):
-            return f"a {type(part).__name__} with a {type(first).__name__}"
-        for name, parameter in part.named_parameters(recurse=False):
+    for layer in parts:
+        if type(layer) not in (Linear, Fp8Linear) or type(layer) is not type(first):
+            return f"a {type(layer).__name__} with a {type(first).__name__}"
+        for name, parameter in layer.named_parameters(recurse=False):
             if type(parameter) is not nn.Parameter:
                 return f"a parameter of type {type(parameter).__name__}"
             model = first.get_parameter(name)
@@ -204,12 +206,12 @@ def why_unsupported(parts: Sequence[AnyLinear]) -> str:
                 return "inputs of different widths"
             if in_shared_memory(parameter):
                 return "a weight in shared memory"
-    if len({id(part.weight) for part in parts}) < len(parts):
+    if len({id(layer.weight) for layer in parts}) < len(parts):
         return "a weight that is used twice"
     if isinstance(first, Fp8Linear):
-        if any(part.weight.shape[0] % WEIGHT_TILE for part in parts[:-1]):
+        if any(layer.weight.shape[0] % WEIGHT_TILE for layer in parts[:-1]):
             return f"a weight whose rows end within a block of {WEIGHT_TILE}"
-        if len({part.quantize_input for part in parts if isinstance(part, Fp8Linear)}) > 1:
+        if len({layer.quantize_input for layer in parts if isinstance(layer, Fp8Linear)}) > 1:
             return "an input that only some quantise"
     return ""
 
@@ -220,7 +222,7 @@ def in_shared_memory(tensor: Tensor) -> bool:
 
 
 def as_rows(parameters: Sequence[nn.Parameter], *known: Tensor | None) -> Tensor:
-    """Return the matrix whose rows are `parameters`: one of `known`, or else a new one that they move to."""
+    """Return a matrix with `parameters` as its rows: one of `known`, or else a new one that they move to."""
     for matrix in known:
         if matrix is not None and are_rows(parameters, matrix):
             return matrix

@@ -64,12 +64,12 @@ def _check_rope(call: DecodeArguments) -> None:
         expect_rope_table(table, _OP, q.shape[2])
     else:
         names = {"positions": positions, "cos_sin_cache": table}
-        given = [name for name, value in names.items() if value is not None]
-        given += ["q_norm_eps"] * (call.q_norm_eps is not None) + ["inverse_rope"] * call.inverse_rope
+        present = [name for name, value in names.items() if value is not None]
+        present += ["q_norm_eps"] * (call.q_norm_eps is not None) + ["inverse_rope"] * call.inverse_rope
         check(
-            not given,
+            not present,
             "E201",
-            got=f"{_OP} with {', '.join(given)}, without {' or '.join(n for n, v in names.items() if v is None)}",
+            got=f"{_OP} with {', '.join(present)}, without {' or '.join(n for n, v in names.items() if v is None)}",
             rule="positions and cos_sin_cache come together; q_norm_eps and inverse_rope need them",
         )
     check(

@@ -23,7 +23,7 @@ def packed(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not kwargs:
             return function(arguments(*args))
-        own = {name: kwargs.pop(name) for name in [*kwargs] if name in fields}
-        return function(arguments(*args, **own), **kwargs)
+        fields_given = {name: kwargs.pop(name) for name in [*kwargs] if name in fields}
+        return function(arguments(*args, **fields_given), **kwargs)
 
     return run

@@ -54,16 +54,16 @@ def for_tensors(name: str, check: Callable[..., None] | None) -> Callable[..., N
 def _refuse_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise E201 for the first None where a tensor belongs, or tensor that is not where the first one is."""
     declared, op = OPS[name]._schema.arguments, f"torch.ops.dsv4.{name}"
-    given = dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
+    values = dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
     for argument in declared:
-        if str(argument.type) == "Tensor" and given.get(argument.name) is None:
+        if str(argument.type) == "Tensor" and values.get(argument.name) is None:
             fail("E201", got=f"{op}: None for {argument.name}", rule=f"{argument.name} is a tensor")
-    tensors = [(place, x.device) for place, x in given.items() if isinstance(x, torch.Tensor)]
+    tensors = [(argument_name, x.device) for argument_name, x in values.items() if isinstance(x, torch.Tensor)]
     first, device = tensors[0]
-    for place, other in tensors:
+    for argument_name, other in tensors:
         if other != device:
-            rule, fix = "all tensors of a call are on one device", f"move {place} to {device}"
-            fail("E201", got=f"{op}: {first} on {device}, {place} on {other}", rule=rule, fix=fix)
+            rule, fix = "all tensors of a call are on one device", f"move {argument_name} to {device}"
+            fail("E201", got=f"{op}: {first} on {device}, {argument_name} on {other}", rule=rule, fix=fix)
 
 
 def checked(check: Callable[..., None] | None, implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -67,7 +67,7 @@ KERNELS: Mapping[str, str] = {
 }
 """Module in kernels/ with the launcher of an op, for CUDA and ROCm devices."""
 _warned: set[tuple[str, str]] = set()
-"""Ops with the reason for which a call ran the reference."""
+"""Ops with the reason why a call ran the reference."""
 
 
 @functools.cache
@@ -82,8 +82,8 @@ def refusal(op: str) -> Callable[..., str] | None:
     if op not in KERNELS:
         return None
     module = kernel_module(op)
-    found = getattr(module, f"why_unsupported_{op}", None) or getattr(module, f"{op}_refuses", None)
-    return None if found is None else packed(op, found)
+    why_unsupported = getattr(module, f"why_unsupported_{op}", None) or getattr(module, f"{op}_refuses", None)
+    return None if why_unsupported is None else packed(op, why_unsupported)
 
 
 def runs_kernel(op: str, device: torch.device) -> bool:
@@ -123,8 +123,8 @@ def launch(
 ) -> Any:
     """Run the kernel of `op`, or `reference` for an unsupported call; `dispatcher` calls this if it is proven."""
     cached = launch_cache(op)
-    found = None if kwargs else cached.look_up(args)
-    if found is None or found.entry is None:
+    match = None if kwargs else cached.look_up(args)
+    if match is None or match.entry is None:
         if check is not None:
             check(*args, **kwargs)
         refuses = refusal(op)
@@ -134,7 +134,7 @@ def launch(
     # Triton launches on the current device, whatever device its arguments are on.
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        return cached(*args, **kwargs) if found is None else cached.run(found, args)
+        return cached(*args, **kwargs) if match is None else cached.run(match, args)
 
 
 def forget_warnings() -> None:

@@ -16,11 +16,11 @@ from .mhc_pre import check_mix
 def _check(a: MhcHead) -> None:
     count = a.streams.shape[1] if a.streams.dim() > 1 else 0
     check_mix("mhc_head", a.streams, a.fn, a.base, a.scale, a.norm_weight, count, 1)
-    given = [name for name in ("output", "post", "comb") if getattr(a, name) is not None]
+    present = [name for name in ("output", "post", "comb") if getattr(a, name) is not None]
     check(
-        len(given) in (0, 3),
+        len(present) in (0, 3),
         "E201",
-        got=f"mhc_head: {' and '.join(given)} alone",
+        got=f"mhc_head: {' and '.join(present)} alone",
         rule="output, post and comb are given together",
     )
     if a.output is not None and a.post is not None and a.comb is not None:

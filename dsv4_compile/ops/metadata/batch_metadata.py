@@ -39,21 +39,21 @@ ARGUMENTS = BatchMetadataArguments._fields
 
 
 def _check(call: BatchMetadataArguments) -> None:
-    given: dict[str, Any] = call._asdict()
-    expect_batch(OP, given["query_start_loc"], given["seq_lens"])
-    if given["slot_mapping"] is not None:
-        expect(given["slot_mapping"], f"{OP}: slot_mapping [M]", INTS)
-    expect_positive(OP, window_block_size=given["window_block_size"])
-    expect(given["positions"], f"{OP}: positions [N]", TOKENS["positions"])
-    rows = given["positions"].shape[0]
+    arguments: dict[str, Any] = call._asdict()
+    expect_batch(OP, arguments["query_start_loc"], arguments["seq_lens"])
+    if arguments["slot_mapping"] is not None:
+        expect(arguments["slot_mapping"], f"{OP}: slot_mapping [M]", INTS)
+    expect_positive(OP, window_block_size=arguments["window_block_size"])
+    expect(arguments["positions"], f"{OP}: positions [N]", TOKENS["positions"])
+    rows = arguments["positions"].shape[0]
     for name, dtype in TOKENS.items():
-        _expect_buffer(name, given[name], dtype, rows)
+        _expect_buffer(name, arguments[name], dtype, rows)
     for name in CONTEXT_LENS:
-        if given[name] is not None:
-            _expect_buffer(name, given[name], torch.int32, rows)
+        if arguments[name] is not None:
+            _expect_buffer(name, arguments[name], torch.int32, rows)
     for group, buffers in GROUPS.items():
-        table = given[f"{group}_block_table"]
-        present = [name for name in buffers if given[name] is not None]
+        table = arguments[f"{group}_block_table"]
+        present = [name for name in buffers if arguments[name] is not None]
         if len(present) != (0 if table is None else len(buffers)):
             fail(
                 "E201",
@@ -63,7 +63,7 @@ def _check(call: BatchMetadataArguments) -> None:
         if table is not None:
             expect(table, f"{OP}: {group}_block_table [R, B]", INTS)
         for name in present:
-            _expect_buffer(name, given[name], buffers[name], rows)
+            _expect_buffer(name, arguments[name], buffers[name], rows)
 
 
 def _expect_buffer(name: str, buffer: Tensor, dtype: torch.dtype, rows: int) -> None:

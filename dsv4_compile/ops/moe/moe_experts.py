@@ -65,14 +65,14 @@ def _check(call: ExpertsArguments) -> None:
     _expect_pair("", call.w13, call.w2, call.x.shape[1])
     if call.interleaved:
         kinds = [weight_format(weight) for weight in (call.w13, call.w2)]
-        whole = columns(call.w13) % SCALE_COLUMNS == 0 and columns(call.w2) % SCALE_COLUMNS == 0
+        full_words = columns(call.w13) % SCALE_COLUMNS == 0 and columns(call.w2) % SCALE_COLUMNS == 0
         rule = f"interleaved weights are MXFP4 with K of a multiple of {SCALE_COLUMNS}"
-        check(kinds == ["mxfp4"] * 2 and whole, "E201", got=f"{_OP}: w13 {describe(call.w13)}", rule=rule)
+        check(kinds == ["mxfp4"] * 2 and full_words, "E201", got=f"{_OP}: w13 {describe(call.w13)}", rule=rule)
     shared_w13, shared_w2 = call.shared_w13, call.shared_w2
     if shared_w13 is None or shared_w2 is None:
-        given = [shared_w13, shared_w2, call.shared_w13_scale, call.shared_w2_scale]
+        shared = [shared_w13, shared_w2, call.shared_w13_scale, call.shared_w2_scale]
         rule = "shared_w13 and shared_w2 come together"
-        check(given == [None] * 4, "E201", got=f"{_OP} with a part of a shared expert", rule=rule)
+        check(shared == [None] * 4, "E201", got=f"{_OP} with a part of a shared expert", rule=rule)
         return
     _expect_weight("shared_w13", shared_w13, call.shared_w13_scale, "[2 Is, D]")
     _expect_weight("shared_w2", shared_w2, call.shared_w2_scale, "[D, Is]")

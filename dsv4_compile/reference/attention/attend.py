@@ -3,7 +3,7 @@
     s_j = scale * <q, k_j>      m = max_j s_j      l = sum_j exp(s_j - m)      lse = m + ln l
     out = sum_j exp(s_j - m) k_j / l * 1 / (1 + exp(sink - lse))
 
-The values are the keys, RoPE dims included. A sink is one more logit, not scaled, of a key whose value is zero: it
+The values are the keys, RoPE dims included. A sink is one more logit, not scaled, of a key with value zero: it
 is part of the denominator only, and neither of m nor of lse.
 """
 

@@ -112,7 +112,7 @@ class RaggedDecodeArguments(NamedTuple):
         scale, attn_sink, kv_scale: as in `DecodeArguments`.
         extra_k_cache, extra_indices, extra_indptr, extra_block_size: a second cache and its list; all or none.
         max_entries, extra_max_entries: largest number of entries of a row; the rest of a longer row is ignored. 0
-            stands for N, at which the definition is slow.
+            stands for N, the slowest choice.
     """
 
     q: Tensor
@@ -178,7 +178,7 @@ def output_dtype(q: Tensor) -> torch.dtype:
 def sparse_mla_decode(call: DecodeArguments) -> tuple[Tensor, Tensor]:
     """Attend the selected slots of a window cache and, if given, of a compressed cache. attend.py has the formula.
 
-    Every token is a row of its own, in decode and prefill alike: there is no mask, causality is in the indices.
+    Every token is a separate row, in decode and prefill alike: there is no mask, causality is in the indices.
 
     Returns:
         out: `[T, H, D]` in q's dtype (bfloat16 for e4m3), contiguous.
@@ -203,7 +203,9 @@ def sparse_mla_decode(call: DecodeArguments) -> tuple[Tensor, Tensor]:
             gather_keys(cache, call.cache_format, block, slots[rows], count[rows], call.kv_scale)
             for cache, block, slots, count in caches
         ]
-        keys, valid = parts[0] if len(parts) == 1 else (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        keys, valid = (
+            parts[0] if len(parts) == 1 else (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
+        )
         out[rows], _, lse[rows] = attend(q[rows], keys, valid, call.scale, call.attn_sink)
     if call.inverse_rope and positions is not None and table is not None:
         out = inv_rope(out, positions, table)
@@ -213,7 +215,7 @@ def sparse_mla_decode(call: DecodeArguments) -> tuple[Tensor, Tensor]:
 def sparse_mla_decode_out(call: Any, decode: Decode = sparse_mla_decode) -> None:
     """Write `sparse_mla_decode` into `out` `[T, H, D]` of its dtype and `lse` float32 `[T, H]`, of any strides.
 
-    They share no memory with each other or with another argument. `call` is a `DecodeOutArguments`.
+    They share no memory with each other or with the other arguments. `call` is a `DecodeOutArguments`.
     """
     out, lse, *arguments = call
     attended = decode(DecodeArguments(*arguments))
@@ -243,8 +245,8 @@ def sparse_mla_decode_latent(call: LatentDecodeArguments, decode: Decode = spars
         out: `[T, H, V]` in q's dtype, contiguous.
         lse: float32 `[T, H]`, natural logarithm, +inf where nothing is attended.
     Notes:
-        Equals the first V dims of `sparse_mla_decode` of one plain cache, because every dim of an output is a sum of
-        its own. Invalid slots, columns past a length, duplicates and empty rows count as there.
+        Equals the first V dims of `sparse_mla_decode` of one plain cache, because the dims of an output are independent
+        sums. Invalid slots, columns past a length, duplicates and empty rows count as there.
     """
     out, lse = decode(DecodeArguments(*call[:5], "plain", call.scale))
     return out[..., : call.value_dim].clone(memory_format=torch.contiguous_format), lse
@@ -274,9 +276,9 @@ def dense_rows(indices: Tensor, indptr: Tensor, tokens: int, max_entries: int) -
     capacity = indices.shape[0]
     width = max_entries or capacity
     begin, end = indptr[:tokens].long(), indptr[1 : tokens + 1].long()
-    place = begin[:, None] + torch.arange(width, device=indices.device)
-    inside = (place >= 0) & (place < capacity) & (place < end[:, None])
+    position = begin[:, None] + torch.arange(width, device=indices.device)
+    inside = (position >= 0) & (position < capacity) & (position < end[:, None])
     if capacity == 0:
         return indices.new_full((tokens, width), PAD_INDEX), (end - begin).clamp(0, width).to(indptr.dtype)
-    rows = torch.where(inside, indices[torch.where(inside, place, 0)], PAD_INDEX)
+    rows = torch.where(inside, indices[torch.where(inside, position, 0)], PAD_INDEX)
     return rows, (end - begin).clamp(0, width).to(indptr.dtype)

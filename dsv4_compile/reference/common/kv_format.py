@@ -26,7 +26,7 @@ from .quant import dequantize_mxfp4, dequantize_tiles, quantize_mxfp4, quantize_
 
 def _bytes(x: Tensor) -> Tensor:
     if x.dtype is torch.float32:
-        # By shifts: Inductor views no dtype of another size where it has laid a dim of one element out its own way.
+        # By shifts: Inductor cannot view a dtype of a different size if it chose the stride of a dim of one element.
         shifts = torch.arange(0, 32, 8, device=x.device)
         return ((x.view(torch.int32)[..., None] >> shifts) & 0xFF).to(torch.uint8).flatten(-2)
     return x.contiguous().view(torch.uint8)

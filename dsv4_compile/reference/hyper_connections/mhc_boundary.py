@@ -27,7 +27,7 @@ class MhcBoundary(NamedTuple):
 
 
 def mhc_boundary(a: MhcBoundary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the new streams, and what `mhc_pre` makes of them, rounded as they are.
+    """Return the new streams, and the outputs of `mhc_pre` for these streams as rounded.
 
     Args:
         a: streams, output, post and comb as `mhc_post` takes them, the others as `mhc_pre` does.

@@ -56,7 +56,7 @@ def mixed_input(streams: Tensor, pre: Tensor, norm_weight: Tensor, eps: float) -
 
 
 def sinkhorn(logits: Tensor, eps: float, iterations: int) -> Tensor:
-    """Return float32 `[T, N, N]`: positive matrices whose columns, and nearly whose rows, have the sum 1."""
+    """Return float32 `[T, N, N]`: positive matrices. Columns have the sum 1, rows nearly."""
     comb = torch.softmax(logits, 2) + eps
     comb = comb / (comb.sum(1, keepdim=True) + eps)
     for _ in range(iterations - 1):

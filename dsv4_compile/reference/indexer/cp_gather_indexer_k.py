@@ -20,7 +20,7 @@ def cp_gather_indexer_k(
 ) -> None:
     """Rows [cu_seq_lens[r], cu_seq_lens[r + 1]) of `k` and `k_scale` get the first entries of request r, as stored.
 
-    Rows of no request, and entries whose block is not in the table or the cache, are zeroed.
+    Rows of no request, and entries in a block that is not in the table or the cache, are zeroed.
 
     Args:
         k_cache: indexer cache; block_table: int32 `[R, B]`, in blocks of `block_size` entries.

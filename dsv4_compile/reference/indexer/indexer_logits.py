@@ -151,7 +151,8 @@ def select_topk(logits: Tensor, visible: Tensor, topk: int) -> Tensor:
 
 
 def _selection_keys(logits: Tensor, visible: Tensor) -> Tensor:
-    """Return int64 `[N, J]`, distinct in a row, larger for what is selected first. They make any top-k exact."""
+    """Return int64 `[N, J]`, distinct in a row, larger for entries that are selected first. They make any top-k
+    exact."""
     bits = (logits + 0.0).view(torch.int32)  # the sum turns -0.0 into 0.0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
     order = torch.where(logits.isnan(), _INT32_MIN + 1, order)
@@ -176,12 +177,12 @@ def _score_pages(op: PagedArguments, rows: slice, width: int) -> tuple[Tensor, T
 def score_rows(op: RaggedTopkArguments, rows: slice) -> tuple[Tensor, Tensor]:
     """Return logits float32 and visibility bool, `[n, N]`, of the tokens `rows` for gathered keys."""
     values, q = [], dequantize_queries(op, rows)
-    for part, scale in zip(op.k.split(ENTRIES_AT_A_TIME), op.k_scale.split(ENTRIES_AT_A_TIME), strict=True):
+    for entries, scale in zip(op.k.split(ENTRIES_AT_A_TIME), op.k_scale.split(ENTRIES_AT_A_TIME), strict=True):
         if op.cache_format == "plain":
-            keys = part.float()
+            keys = entries.float()
         else:
             # A view as float32 needs aligned rows, which a slice of a wider buffer need not have.
-            keys = dequantize_indexer(part, scale.clone(memory_format=torch.contiguous_format), op.cache_format)
+            keys = dequantize_indexer(entries, scale.clone(memory_format=torch.contiguous_format), op.cache_format)
         values.append(_head_sum(q, op.weights[rows], keys))
     entry = torch.arange(op.k.shape[0], device=op.k.device)
     starts, ends = op.row_starts[rows, None], op.row_ends[rows, None]
@@ -201,7 +202,7 @@ def dequantize_queries(op: PagedArguments | RaggedTopkArguments, rows: slice) ->
 
 
 def tokens_that_fit(width: int, max_logits_bytes: int) -> int:
-    """Return the number of tokens, at least one, whose `width` logits each fit in `max_logits_bytes`."""
+    """Return how many tokens' logits, `width` each, fit in `max_logits_bytes`: at least one token."""
     return max(1, max_logits_bytes // (_LOGIT_BYTES * max(width, 1)))
 
 

@@ -5,13 +5,13 @@ The model then says how many of them it keeps. Dropping the others takes nothing
 cache of this package is addressed by position:
 
 - A dropped token at position p has written its row of the window, its compressor state and, if p closes a group, a
-  compressed entry. All three are written again by the step whose query contains p, before anything reads them: within
-  a step, rows and states are written before entries, and entries before attention.
+  compressed entry. The step with p in its query writes all three again before anything reads them: within a step, rows
+  and states are written before entries, and entries before attention.
 - Nothing else can see them. A token sees positions up to its own and entries that closed at or before it. The overlap
   compressor, which pools two groups of 4, reaches back from the token that closes the second one; it reads the states
   of tokens that were kept, or that this very step has written again.
-- Where pages form a ring, a dropped token has overwritten the row one ring before it. A ring has room for what a step
-  reads and for `query_len` tokens more (see `cache.PagedCaches`), so that row was out of reach already.
+- Where pages form a ring, a dropped token has overwritten the row one ring before it. A ring has room for the tokens
+  that a step reads and for `query_len` more (see `cache.PagedCaches`), so that row was out of reach already.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class AdvanceArguments(NamedTuple):
     Attributes:
         num_new: int `[R]`, tokens of its query that each request keeps. Taken as at least 1 and at most the query: its
             first token is no draft.
-        tokens: int `[R, S]`, what the model chose. With S = 1, the token to feed; otherwise column j is what it chose
-            after token j of the query, and the one after the last kept token is fed.
+        tokens: int `[R, S]`, the tokens that the model chose. With S = 1, the token to feed; otherwise column j is its
+            choice after token j of the query, and the one after the last kept token is fed.
         drafts: int `[R, query_len - 1]`, fed behind it; None where query_len is 1.
         reserved: int `[R]`, tokens that the pages of each request hold.
         query_start_loc: int32 `[R + 1]`, of the step that ran, whatever its query lengths: becomes
@@ -39,7 +39,7 @@ class AdvanceArguments(NamedTuple):
         seq_lens: int32 `[R]`, queries included, 0 for no request: becomes `kept + query_len`, where kept is the tokens
             in front of the query and those kept of it.
         input_ids: int64 `[N]`, N >= R * query_len: becomes the tokens to feed, 0 where there is none.
-        overflow: int32 `[R]`. A request whose next query would not fit its pages stops: its length becomes 0, which
+        overflow: int32 `[R]`. A request stops if its next query would not fit its pages: its length becomes 0, which
             makes it padding, and its element here becomes kept, the tokens that it has. Others are left as they are.
     """
 
@@ -58,15 +58,15 @@ def advance(op: AdvanceArguments) -> None:
     """Turn the description of the step that has run into that of the next, in place: `query_len` tokens a request.
 
 
-    No request waits for another, nothing waits for the host: it reads `overflow` when it likes. Requests of length 0,
+    Requests do not wait for each other or for the host, which reads `overflow` when it likes. Requests of length 0,
     or shorter than their query, are padding and stay so.
     """
     starts, lens = op.query_start_loc.long(), op.seq_lens.long()
     queries = starts.diff()
     running = (queries > 0) & (lens >= queries)
     new = torch.minimum(op.num_new.long().clamp_min(1), queries)
-    kept = lens - queries + new
-    fits = running & (kept + op.query_len <= op.reserved)
+    kept_lens = lens - queries + new
+    fits = running & (kept_lens + op.query_len <= op.reserved)
     column = (new - 1).clamp(0, op.tokens.shape[1] - 1)
     fed = op.tokens.long().gather(1, column[:, None])
     if op.drafts is not None:
@@ -74,7 +74,7 @@ def advance(op: AdvanceArguments) -> None:
     fed = torch.where(fits[:, None], fed, PAD_TOKEN).flatten()
 
     op.query_start_loc.copy_(torch.arange(starts.shape[0], device=starts.device) * op.query_len)
-    op.seq_lens.copy_(torch.where(fits, kept + op.query_len, 0))
-    op.overflow.copy_(torch.where(running & ~fits, kept, op.overflow))
+    op.seq_lens.copy_(torch.where(fits, kept_lens + op.query_len, 0))
+    op.overflow.copy_(torch.where(running & ~fits, kept_lens, op.overflow))
     op.input_ids[: fed.shape[0]].copy_(fed)
     op.input_ids[fed.shape[0] :].fill_(PAD_TOKEN)

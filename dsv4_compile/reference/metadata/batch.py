@@ -1,4 +1,4 @@
-"""Where a token stands in its batch: its request, its position, and what it may see. One formula for each.
+"""Formulas for a token of a batch: its request, its position, and the entries that it may see.
 
 -1 stands for "no request" and "no position" (padding); every function here passes it on as padding.
 """
@@ -26,7 +26,7 @@ def token_requests(query_start_loc: Tensor, tokens: Tensor) -> Tensor:
 def token_positions(query_start_loc: Tensor, seq_lens: Tensor, requests: Tensor, tokens: Tensor) -> Tensor:
     """int64 `[T]`: position of each token in its request, `seq_len - query_len + offset in the query`.
 
-    -1 for a token outside the query of its request, and for one whose request is no row or shorter than its query,
+    -1 for a token outside the query of its request, and for one of a request that is no row or shorter than its query,
     as the requests that pad a captured batch are.
 
     Args:

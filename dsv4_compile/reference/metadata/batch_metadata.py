@@ -26,8 +26,8 @@ class BatchMetadataArguments(NamedTuple):
         seq_lens: int `[R]`, tokens of each request, this step's query included; 0 for padded requests.
         slot_mapping: int `[M]`, the engine's own raw slots, or None: tokens of a negative slot, and those behind
             token M, are padding. Slots themselves come from the block tables.
-        *_block_table: int `[R, B]` by group of caches, as in `metadata.BlockTables`; None leaves the group out, and
-            with it its buffers, which are those whose names begin like the table's.
+        *_block_table: int `[R, B]` by group of caches, as in `metadata.BlockTables`; None leaves out the group and its
+            buffers, those with the prefix of the table's name.
         window_block_size: tokens of a page of the window's cache.
         positions: int64 `[N]`, 0 for padding.
         token_to_req: int32 `[N]`, 0 for padding.
@@ -75,33 +75,33 @@ def batch_metadata(op: BatchMetadataArguments) -> None:
 
     Tokens of no request, tokens behind the last one, and all tokens of a request shorter than its query are padding:
     slot -1, index -1, length 0. Pages that do not exist give -1. The values equal those of
-    `metadata.build_batch_metadata`, bit for bit; nothing depends on what the buffers held.
+    `metadata.build_batch_metadata`, bit for bit; nothing depends on the previous contents of the buffers.
     """
     tokens = torch.arange(op.positions.shape[0], device=op.query_start_loc.device)
     requests = token_requests(op.query_start_loc, tokens)
-    place = token_positions(op.query_start_loc, op.seq_lens, requests, tokens)
+    positions = token_positions(op.query_start_loc, op.seq_lens, requests, tokens)
     if op.slot_mapping is not None:
-        place = torch.where(_placed(op.slot_mapping, tokens), place, PAD_INDEX)
-    valid = place >= 0
+        positions = torch.where(_placed(op.slot_mapping, tokens), positions, PAD_INDEX)
+    valid = positions >= 0
     requests = torch.where(valid, requests, 0)
-    op.positions.copy_(place.clamp_min(0))
+    op.positions.copy_(positions.clamp_min(0))
     op.token_to_req.copy_(requests)
     op.is_valid_token.copy_(valid)
 
     if op.window_block_table is not None and op.window_indices is not None:
         width = op.window_indices.shape[1]
-        rows, lens = window_rows(place, requests, op.window_block_table, width, op.window_block_size)
-        _fill(op.window_slots, lookup_slots(op.window_block_table, requests, place, op.window_block_size))
+        rows, lens = window_rows(positions, requests, op.window_block_table, width, op.window_block_size)
+        _fill(op.window_slots, lookup_slots(op.window_block_table, requests, positions, op.window_block_size))
         op.window_indices.copy_(rows)
         _fill(op.window_lens, lens)
 
     def entries(table: Tensor | None, slots: Tensor | None, ratio: int) -> None:
         if table is not None:
-            _fill(slots, compressed_slots(place, requests, table, storage_block_size(ratio), ratio))
+            _fill(slots, compressed_slots(positions, requests, table, storage_block_size(ratio), ratio))
 
     def states(table: Tensor | None, slots: Tensor | None, ratio: int) -> None:
         if table is not None:
-            _fill(slots, lookup_slots(table, requests, place, state_block_size(ratio)))
+            _fill(slots, lookup_slots(table, requests, positions, state_block_size(ratio)))
 
     entries(op.c4_block_table, op.c4_slots, CSA_RATIO)
     states(op.c4_state_block_table, op.c4_state_slots, CSA_RATIO)
@@ -109,11 +109,11 @@ def batch_metadata(op: BatchMetadataArguments) -> None:
     states(op.indexer_state_block_table, op.indexer_state_slots, CSA_RATIO)
     entries(op.c128_block_table, op.c128_slots, HCA_RATIO)
     states(op.c128_state_block_table, op.c128_state_slots, HCA_RATIO)
-    _fill(op.c4_context_lens, visible_entries(place, CSA_RATIO))
-    _fill(op.c128_context_lens, visible_entries(place, HCA_RATIO))
+    _fill(op.c4_context_lens, visible_entries(positions, CSA_RATIO))
+    _fill(op.c128_context_lens, visible_entries(positions, HCA_RATIO))
     if op.c128_block_table is not None and op.c128_indices is not None:
         width = op.c128_indices.shape[1]
-        lens = entry_lens(place, HCA_RATIO, width)
+        lens = entry_lens(positions, HCA_RATIO, width)
         op.c128_indices.copy_(
             entry_slot_rows(lens, requests, op.c128_block_table, width, storage_block_size(HCA_RATIO))
         )

@@ -36,7 +36,7 @@ class C128aTopkArguments(NamedTuple):
         positions: int64 `[T]`, negative for padding; token_to_req: int `[T]`; slot_mapping: int `[T]`, raw slots.
         block_table: int `[R, B]`, pages of `block_size` entries.
         global_decode: int32 `[N, C]`: decode token t's row lists slots. C is `layout.c128a_width`.
-        decode_lens: int32 `[N]`: entries that count in that row, 0 for a token whose slot is -1. Such a token's row is
+        decode_lens: int32 `[N]`: entries that count in that row, 0 for a token with slot -1. Such a token's row is
             still that of its position and request; only its length says that it is padding.
         prefill: int32 `[N, C]`: row t lists indices within the request, for token `num_decode_tokens + t`.
     """
@@ -54,7 +54,7 @@ class C128aTopkArguments(NamedTuple):
 
 
 def c128a_topk_metadata(op: C128aTopkArguments) -> None:
-    """Fill the index buffers of a batch whose first `num_decode_tokens` tokens are decodes.
+    """Fill the index buffers of a batch; its first `num_decode_tokens` tokens are decodes.
 
 
     All three buffers are written completely: -1 and length 0 behind the last token.

@@ -23,7 +23,7 @@ class CombineTopkArguments(NamedTuple):
         topk_indices: int `[T, K]`, indices within the request, `topk <= K` used; `topk` 0 = window only.
         query_start_loc: int `[R + 1]`, counted from any token: T begins at its first element.
         seq_lens, gather_lens: int `[R]`.
-        m: workspace rows of a request; n: of which compressed entries.
+        m: workspace rows of a request; n: the compressed entries among them.
     """
 
     topk_indices: Tensor
@@ -44,7 +44,7 @@ def combine_topk_swa(op: CombineTopkArguments) -> tuple[Tensor, Tensor]:
     Returns:
         int32 `[T, A]`, A = `topk + window` aligned to 128, and int32 `[T]`, how many columns count. An index that is
         not in [0, n), or a token that was not gathered into the m - n rows for it, leaves -1 in its column and still
-        counts: a row never names rows of another request.
+        counts: a row never names rows of other requests.
     """
     width = op.topk + op.window
     tokens = torch.arange(op.topk_indices.shape[0], device=op.topk_indices.device) + op.query_start_loc[0]

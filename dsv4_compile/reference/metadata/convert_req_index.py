@@ -19,7 +19,7 @@ def convert_req_index(
         compact: move the valid slots of a row to its front, in their order.
 
     Returns:
-        Slots int32 `[T, K]`, -1 for an index that is negative or whose request or block is out of range; and the number
+        Slots int32 `[T, K]`, -1 for a negative index or one with a request or block out of range; and the number
         of valid slots, int32 `[T]`.
     """
     slots = to_index(lookup_slots(block_table, req_id[: token_indices.shape[0], None], token_indices, block_size))

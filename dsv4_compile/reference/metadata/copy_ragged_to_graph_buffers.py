@@ -20,12 +20,12 @@ def copy_ragged_to_graph_buffers(
         indices_buffer: int32 `[M]`, indptr_buffer: int32 `[Q + 1]`, Q >= R, both written completely: -1 behind the last
             index, and the last end repeated, so that rows behind R are empty.
 
-    Ends beyond M are cut to M: a row that does not fit loses its tail, and none reads another's memory.
+    Ends beyond M are cut to M: a row that does not fit loses its tail, and no row reads memory of other rows.
     """
     rows, room = ragged_indptr.shape[0], indices_buffer.shape[0]
     ends = ragged_indptr.clamp(0, min(room, ragged_indices.shape[0]))
     indptr_buffer[:rows].copy_(ends)
     indptr_buffer[rows:].copy_(ends[-1:].expand(indptr_buffer.shape[0] - rows))
-    kept = min(room, ragged_indices.shape[0])
-    used = torch.arange(kept, device=ends.device) < ends[-1]
-    write_prefix(indices_buffer, torch.where(used, ragged_indices[:kept], PAD_INDEX), PAD_INDEX)
+    copied = min(room, ragged_indices.shape[0])
+    used = torch.arange(copied, device=ends.device) < ends[-1]
+    write_prefix(indices_buffer, torch.where(used, ragged_indices[:copied], PAD_INDEX), PAD_INDEX)

@@ -20,7 +20,7 @@ class MixedIndicesArguments(NamedTuple):
     Attributes:
         decode_swa_indices: int32 `[Td, W]`, slots, taken as they are; W = window.
         decode_compressed_indices: int32 `[Td, K]`, slots, or indices within the request if they `are_local`; or None.
-        decode_compressed_lens: int32 `[>= Td]`, entries that count beside given slots; None = all K columns.
+        decode_compressed_lens: int32 `[>= Td]`, entries that count if slots are given; None = all K columns.
         prefill_topk_indices: int32 `[Tp, K']`, indices within the request; `topk <= K'` of them are used.
         query_start_loc: int `[R + 1]`, seq_lens: int `[R]`, token_to_req: int `[>= Td + Tp]`: the whole batch.
         swa_block_table, compressed_block_table: int `[R, B]`; the second defaults to the first.

@@ -39,15 +39,15 @@ def pack_rows(rows: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 def flatten_rows(rows: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
     """The first `lens[t]` entries of each row `[T, K]` as one list.
 
-    Returns `flat` `[T * K]`, a capacity whose unused tail is -1, and `indptr` int32 `[T + 1]`: row t is
+    Returns `flat` `[T * K]`, a capacity with an unused tail of -1, and `indptr` int32 `[T + 1]`: row t is
     `flat[indptr[t] : indptr[t + 1]]`. Lengths outside [0, K] are clamped.
     """
     tokens, width = rows.shape
     ends = lens.clamp(0, width).cumsum(0)
     indptr = torch.cat((ends.new_zeros(1), ends))
-    place = torch.arange(tokens * width, device=rows.device)
-    row = torch.searchsorted(ends, place, right=True)
+    position = torch.arange(tokens * width, device=rows.device)
+    row = torch.searchsorted(ends, position, right=True)
     used = row < tokens
     row = torch.where(used, row, 0)
-    flat = rows[row, torch.where(used, place - indptr[row], 0)]
+    flat = rows[row, torch.where(used, position - indptr[row], 0)]
     return torch.where(used, flat, PAD_INDEX), indptr.to(torch.int32)

@@ -56,7 +56,7 @@ class SwaMetadataArguments(NamedTuple):
 
 
 def swa_metadata(op: SwaMetadataArguments) -> None:
-    """Fill the window buffers of a batch whose first `num_decode_tokens` tokens are decodes.
+    """Fill the window buffers of a batch; its first `num_decode_tokens` tokens are decodes.
 
 
     All four buffers are written completely: 0, False, -1 and 0 where there is no token, or none with a row.

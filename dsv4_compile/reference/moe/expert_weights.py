@@ -1,11 +1,11 @@
-"""Weights of experts in the formats of checkpoints, and the order in which kernels want MXFP4.
+"""Weights of experts in the formats of checkpoints, and the order of MXFP4 that kernels read.
 
 A format follows from dtypes alone: bytes are MXFP4 (two e2m1 a byte, the lower nibble first, and one UE8M0 scale for 32
 elements of K), e4m3 has one scale per 128x128 block, everything else has none.
 
 Tensor cores take a row's k = 16c + 8b + 2t + p, four bits c, b, t (two of them), p, from thread t of four. In the
 interleaved order the eight nibbles of 32-bit word t of a group of 32 are those of thread t, so that a thread unpacks
-what it multiplies: nibble 4p + 2b + c of word t is element k. The scales of four groups, a 32-bit word, lie beside
+what it multiplies: nibble 4p + 2b + c of word t is element k. The scales of four groups, a 32-bit word, are adjacent to
 those of the next row. Both are permutations within an expert's matrix, so a checkpoint is saved back bit by bit.
 """
 
@@ -23,7 +23,7 @@ from ..common.quant import dequantize_mxfp4
 Permute = Callable[[Tensor], Tensor]
 MXFP4_DTYPES = (torch.uint8, torch.int8)
 SCALE_COLUMNS = MX_TILE * SCALES_PER_WORD
-"""Elements of K whose scales are one word; K of interleaved weights is a multiple of it."""
+"""Elements of K with scales in one word; K of interleaved weights is a multiple of it."""
 _CHUNK = 1 << 22
 """Elements that are permuted at a time, which bounds the memory that a permutation in place takes."""
 
@@ -105,7 +105,7 @@ def deinterleave_(weight: Tensor, scale: Tensor) -> None:
 
 def _permute_(weight: Tensor, scale: Tensor, order: Permute, scales: Permute) -> None:
     rows = max(1, _CHUNK // columns(weight))
-    for each, byte in zip(weight.view(torch.uint8), scale.view(torch.uint8), strict=True):
-        for part in each.split(rows):
-            part.copy_(order(part))
+    for matrix, byte in zip(weight.view(torch.uint8), scale.view(torch.uint8), strict=True):
+        for rows_of_matrix in matrix.split(rows):
+            rows_of_matrix.copy_(order(rows_of_matrix))
         byte.copy_(scales(byte))

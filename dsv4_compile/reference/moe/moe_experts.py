@@ -17,7 +17,7 @@ class ExpertsArguments(NamedTuple):
     Attributes:
         x: `[T, D]` bfloat16, float16 or float32, any strides.
         ids: int `[T, K]`, an expert for each place of a token. Ids outside `first_expert` to `first_expert + E` add
-            nothing: they are padding, or experts of another rank.
+            nothing: they are padding, or experts of other ranks.
         weights: float32 `[T, K]`.
         w13: `[E, 2 I, D]`, the rows of gate (w1) before those of up (w3); w2: `[E, D, I]`. Floating, or quantised with
             scales: e4m3 with float32, float8_e8m0fnu or uint8 UE8M0 scales `[E, ceil(N/128), ceil(K/128)]`, or MXFP4,
@@ -86,15 +86,15 @@ def moe_experts(call: ExpertsArguments) -> Tensor:
         first = starts[expert] + (tile - ends[expert] + tiles[expert]) * size
         position = first + torch.arange(size, device=x.device)
         live = (position < starts[expert + 1]) & (index < ends[-1:])
-        place = order.indices.index_select(0, torch.where(live, position, 0))
+        slots = order.indices.index_select(0, torch.where(live, position, 0))
         w13, w2 = (
             dequantize_expert(weight.index_select(0, expert)[0], _one(scale, expert), call.interleaved)
             for weight, scale in ((call.w13, call.w13_scale), (call.w2, call.w2_scale))
         )
-        rows = x.index_select(0, place // top_k)
+        rows = x.index_select(0, slots // top_k)
         result = clamped_swiglu(rows @ w13.t(), call.limit) @ w2.t()
-        result = result * call.weights.reshape(-1).index_select(0, place)[:, None]
-        out.index_copy_(0, torch.where(live, place, places), result)
+        result = result * call.weights.reshape(-1).index_select(0, slots)[:, None]
+        out.index_copy_(0, torch.where(live, slots, places), result)
     total = out[:places].view(tokens, top_k, x.shape[1]).sum(1)
     return (total + shared_expert(call, x)).to(call.x.dtype)
 

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token goes to, and with which weights."""
+"""The router of a mixture of experts: the experts of a token, and their weights."""
 
 from __future__ import annotations
 

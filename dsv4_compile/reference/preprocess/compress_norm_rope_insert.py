@@ -1,8 +1,8 @@
 """Pool a finished group of tokens into one compressed entry, normalize and rotate it, and store it in its cache.
 
 The token that closes a group, (pos + 1) % C == 0, pools the window of the last `overlap_factor(C)` groups. For C = 4
-a state row is two halves wide: a token gives its second half to the entry of its own group and its first half to
-the entry of the next one. So the window of the entry that closes at 7 is
+a state row is two halves wide: a token gives its second half to the entry of the same group and its first half
+to the entry of the next one. So the window of the entry that closes at 7 is
 
     positions 0 1 2 3 | 4 5 6 7
     columns   [0, d)  | [d, 2d)        of the value half and of the score half
@@ -66,9 +66,9 @@ def compress_norm_rope_insert(call: CompressArguments) -> None:
     Token t does so if its state slot lies in the state cache, (positions[t] + 1) % ratio == 0 and slot_mapping[t] lies
     in `k_cache`; every other token is padding and writes nothing. The positions of a request's tokens are consecutive,
     so at most T // ratio + R tokens do, and no more are stored. The states of the whole window must have been saved.
-    Window positions before the request's start, or whose state block is not in the table or the cache, are absent; a
-    channel with nothing present, or with scores of -inf alone, is zero. All arithmetic is float32 up to the rounding of
-    the cache.
+    Window positions before the request's start, or in a state block that is not in the table or the cache, are absent;
+    a channel with nothing present, or with scores of -inf alone, is zero. All arithmetic is float32 up to the rounding
+    of the cache.
     """
     ratio, fmt, block = call.ratio, call.cache_format, call.block_size
     tokens = call.state_slot_mapping.shape[0]
@@ -106,7 +106,7 @@ def pool(
     columns = state_cache.unflatten(-1, (2, groups, -1))
 
     def window(part: int) -> Tensor:
-        """Return values (0) or scores (1), `[N, groups * C, d]`: each group of positions has columns of its own."""
+        """Return values (0) or scores (1), `[N, groups * C, d]`: each group of positions has separate columns."""
         pieces = [
             paging.read_rows(columns[:, :, part, group], block_size, piece)
             for group, piece in enumerate(slots.split(ratio, dim=1))

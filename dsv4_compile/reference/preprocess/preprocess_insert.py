@@ -42,12 +42,12 @@ class PreprocessArguments(NamedTuple):
     Attributes:
         qr: `[T, Lq]`; kv: `[T, D]`. bfloat16, float16 or float32, any strides. q_weight: `[Lq]`; kv_weight: `[D]`.
         positions: int `[>= T]`; cos_sin_cache: float32 `[max_pos, rope_dim]`; token_to_req: int `[>= T]`.
-        cache_format: of the window cache, whose pages hold `window_block_size` tokens, and of the compressed cache.
+        cache_format: of the window cache, with `window_block_size` tokens per page, and of the compressed cache.
         window_slot_mapping: int64 `[<= T]`.
         kv_score to compressed_slot_mapping: the compressor of key/value entries, all or none.
         ratio: C of both compressors; 0 without one. It determines the page sizes, see `layout`.
-        indexer_kv_score to indexer_slot_mapping: the compressor of the indexer's keys, all or none; only beside the
-            first one. Its entries are stored in `indexer_cache_format`, transformed if `hadamard` is set.
+        indexer_kv_score to indexer_slot_mapping: the compressor of the indexer's keys, all or none; only together with
+            the first one. Its entries are stored in `indexer_cache_format`, transformed if `hadamard` is set.
         kv_scale: float32 `[1]`, for `fp8` caches.
         dtype: that float32 qr and kv are rounded to; None: that of their weights.
     """
@@ -140,8 +140,8 @@ def preprocess_insert(call: PreprocessArguments) -> Tensor:
         A step keeps two rules, so that its jobs can run side by side; where it breaks them, kernels and this function
         differ. A state that token t pools from k positions back was saved before this step and is not overwritten by
         it, or is saved by row t - k of it. So the tokens of a request, by `token_to_req`, are neighbouring rows in the
-        order of their positions, and a ring of states holds the tokens of a step beside the older ones of their
-        windows. And caches do not overlap.
+        order of their positions, and a ring of states holds the tokens of a step and the older ones of their windows.
+        And caches do not overlap.
     """
     qr, kv = fused_q_kv_rmsnorm(
         call.qr.to(call.result_dtype()),
