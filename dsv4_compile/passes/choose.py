@@ -29,7 +29,7 @@ from .nodes import describe, launch_arguments, public_op
 from .rewrite import retarget
 
 MEASURED_WITHIN = 2.0
-"""Largest factor between the size of a call and the measured size whose time is reported with it."""
+"""Largest factor between the size of a call and the nearest measured size, which gives its time in reports."""
 
 
 class ChooseImplementations(CustomGraphPass):
@@ -98,8 +98,8 @@ def source_digest() -> str:
 
 
 def sources() -> set[tuple[str, Path]]:
-    """Return all source files by path in the package; lowering/ and kernels/ may be in another folder."""
-    found: set[tuple[str, Path]] = set()
+    """Return all source files by path in the package; lowering/ and kernels/ may be in a different folder."""
+    named_files: set[tuple[str, Path]] = set()
     package = Path(__file__).parents[1]
     roots = [("", package)]
     for name in ("lowering", "kernels"):
@@ -107,5 +107,5 @@ def sources() -> set[tuple[str, Path]]:
         roots += [(name, Path(path)) for path in module.__path__]
     for prefix, root in roots:
         files = (path for pattern in ("*.py", "*.json") for path in root.rglob(pattern))
-        found |= {(f"{prefix}/{path.relative_to(root).as_posix()}", path) for path in files}
-    return found
+        named_files |= {(f"{prefix}/{path.relative_to(root).as_posix()}", path) for path in files}
+    return named_files

@@ -1,7 +1,7 @@
 """Fuse attention with the norm and RoPE of q before it, and with the inverse RoPE and quantization after it.
 
-The attention kernel holds whole rows of q and of its output, so norm, RoPE and quantization there need no memory
-traffic of their own.
+The attention kernel holds whole rows of q and of its output, so norm, RoPE and quantization there need no additional
+memory traffic.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class _Group:
 
     def arguments(self) -> Mapping[str, Any]:
         """Return the arguments of the fused op."""
-        given = dict(self.attention.arguments)
+        fused = dict(self.attention.arguments)
         if self.before is not None:
             norm = half(self.before, Q_HALF)
-            given |= {"q": norm["q"], "q_norm_eps": norm["eps"], **{name: norm[name] for name in _ROPE}}
+            fused |= {"q": norm["q"], "q_norm_eps": norm["eps"], **{name: norm[name] for name in _ROPE}}
         if self.after is not None:
-            given |= {"inverse_rope": True, **{name: self.after[name] for name in _ROPE}}
+            fused |= {"inverse_rope": True, **{name: self.after[name] for name in _ROPE}}
         if self.into == QUANTIZED and self.after is not None:
-            given |= {name: self.after[name] for name in ("n_groups", "heads_per_group", "packed_scales")}
-        return given
+            fused |= {name: self.after[name] for name in ("n_groups", "heads_per_group", "packed_scales")}
+        return fused
 
 
 def run(graph: Graph, fuser: Fuser) -> None:
@@ -94,18 +94,18 @@ def _fuse(graph: Graph, fuser: Fuser, group: _Group) -> None:
     attention, before, after = group.attention, group.before, group.after
     anchor = attention.node
     _check(group)
-    given = group.arguments()
+    arguments = group.arguments()
     members = [as_half(call, Q_HALF) if call is before else call for call in group.members]
-    fuser.check_wanted(OPS[group.into], given, members, anchor)
+    fuser.check_wanted(OPS[group.into], arguments, members, anchor)
     if before is not None and before.name == BOTH:
         fuser.check_remainder(before, OPS[KV_HALF], half(before, KV_HALF))
-    for node in inputs_to_move(graph, anchor, [given[name] for name in _ROPE], group.members):
+    for node in inputs_to_move(graph, anchor, [arguments[name] for name in _ROPE], group.members):
         anchor.prepend(node)
     if before is not None and before.name == BOTH:
         before, _ = unfuse(graph, before)
-        # Attention also reads the cache of that call, whose new version is now returned by the kv half.
+        # Attention also reads the cache of that call; the kv half now returns its new version.
         attention = reread(attention)
-        given = _Group(attention, before, after).arguments()
+        arguments = _Group(attention, before, after).arguments()
 
     olds = [attention.results(0), attention.results(1)]
     values = list(attention.node.meta["val"])
@@ -114,7 +114,7 @@ def _fuse(graph: Graph, fuser: Fuser, group: _Group) -> None:
     if after is not None and group.into == QUANTIZED:
         olds, values = [after.results(0), after.results(1)], list(after.node.meta["val"])
     with graph.inserting_before(anchor):
-        fused = insert(graph, OPS[group.into], given, tuple(values), anchor)
+        fused = insert(graph, OPS[group.into], arguments, tuple(values), anchor)
         for index, old in enumerate(olds):
             if old:
                 replace_uses(old, item(graph, fused.node, index))

@@ -40,19 +40,19 @@ def _fuse_map(graph: Graph, fuser: Fuser, topk: OpNode, slots: OpNode) -> None:
         raise NotFusable(f"the result of {SELECT} is also used by {display_name(others[0])}")
     if slots["token_to_req"] is not topk["token_to_req"]:
         raise NotFusable(f"{MAP} has a different token_to_req")
-    given = {
+    arguments = {
         **topk.arguments,
         "extra_block_table": slots["block_table"],
         "is_valid_token": slots["is_valid_token"],
         "extra_block_size": slots["block_size"],
     }
     members = [topk, slots]
-    moved = inputs_to_move(graph, topk.node, given.values(), members)
-    fuser.check_wanted(OPS[INTO], given, members, topk.node)
+    moved = inputs_to_move(graph, topk.node, arguments.values(), members)
+    fuser.check_wanted(OPS[INTO], arguments, members, topk.node)
     for node in moved:
         topk.node.prepend(node)
     with graph.inserting_before(topk.node):
-        fused = insert(graph, OPS[INTO], given, tuple(slots.node.meta["val"]), topk.node)
+        fused = insert(graph, OPS[INTO], arguments, tuple(slots.node.meta["val"]), topk.node)
         for index in range(2):
             old = slots.results(index)
             if old:
@@ -78,10 +78,10 @@ def _fuse_rounding(graph: Graph, fuser: Fuser, queries: OpNode) -> None:
     others = [user for user in cast.users if user is not queries.node]
     if others:
         raise NotFusable(f"the rounded weights are also used by {display_name(others[0])}")
-    given = {**queries.arguments, "weights": cast.args[0], "round_weights": True}
-    fuser.check_wanted(OPS[QUERIES], given, [queries], queries.node)
+    arguments = {**queries.arguments, "weights": cast.args[0], "round_weights": True}
+    fuser.check_wanted(OPS[QUERIES], arguments, [queries], queries.node)
     with graph.inserting_before(queries.node):
-        fused = insert(graph, OPS[QUERIES], given, tuple(queries.node.meta["val"]), queries.node)
+        fused = insert(graph, OPS[QUERIES], arguments, tuple(queries.node.meta["val"]), queries.node)
     queries.node.replace_all_uses_with(fused.node)
     graph.erase_node(queries.node)
     graph.erase_node(cast)

@@ -24,7 +24,7 @@ SECOND, GEMM = prequantized_gemm.LINEAR, prequantized_gemm.GEMM
 
 
 def run(graph: Graph, fuser: Fuser) -> None:
-    """Fuse every preprocess_insert whose latents are quantized by fp8_linear with that quantization."""
+    """Fuse every preprocess_insert with the quantization of its latents by fp8_linear."""
     for first in calls_of(graph, FIRST):
         users = [user for result in first.results(0) for user in result.users]
         seconds = [call for call in map(read, users) if call is not None and call.name == SECOND]
@@ -36,13 +36,13 @@ def run(graph: Graph, fuser: Fuser) -> None:
 def _fuse(graph: Graph, fuser: Fuser, first: OpNode, seconds: list[OpNode], users: list[Node]) -> None:
     """Replace the calls by preprocessing that quantizes and GEMMs on its result, or raise `NotFusable`."""
     _check(first, seconds, users)
-    given = dict(first.arguments)
+    arguments = dict(first.arguments)
     quantized = fake_quantized(value_of(first["qr"]))
     gemms = [(OPS[GEMM], prequantized_gemm.arguments(second, *quantized)) for second in seconds]
-    fuser.check_wanted(OPS[INTO], given, [first, *seconds], first.node, gemms)
+    fuser.check_wanted(OPS[INTO], arguments, [first, *seconds], first.node, gemms)
     owners = {cache.base: first.new_versions(name) for name, cache in first.caches().items()}
     with graph.inserting_before(first.node):
-        fused = insert(graph, OPS[INTO], given, quantized, first.node)
+        fused = insert(graph, OPS[INTO], arguments, quantized, first.node)
         operands = item(graph, fused.node, 0), item(graph, fused.node, 1)
         for index, base in enumerate(dict.fromkeys(cache.base for cache in fused.caches().values())):
             if owners[base]:

@@ -1,4 +1,4 @@
-"""Fuse the grouped GEMM of wo_a with the quantization of its result for wo_b, whose GEMM then reads half the bytes.
+"""Fuse the grouped GEMM of wo_a with the quantization of its result: the GEMM of wo_b then reads half the bytes.
 
 Where the kernel cannot quantize in its epilogue, the quantization stays a separate launch.
 """
@@ -30,7 +30,7 @@ _VIEWS = (
 
 
 def run(graph: Graph, fuser: Fuser) -> None:
-    """Fuse every fp8_grouped_einsum whose result is quantized by an fp8_linear with that quantization."""
+    """Fuse every fp8_grouped_einsum with the quantization of its result by an fp8_linear."""
     for second in calls_of(graph, SECOND):
         path = _path(second)
         first = read(path[0])
@@ -50,13 +50,13 @@ def _path(second: OpNode) -> list[Node]:
 def _fuse(graph: Graph, fuser: Fuser, first: OpNode, second: OpNode, path: list[Node]) -> None:
     """Replace both calls by a GEMM that quantizes and one on its result, or raise `NotFusable`."""
     _check(first, second, path)
-    given = dict(first.arguments)
-    quantized = OPS[INTO](**value_of(given))
+    arguments = dict(first.arguments)
+    quantized = OPS[INTO](**value_of(arguments))
     gemm = [(OPS[FIRST], prequantized_gemm.arguments(second, *quantized))]
-    fuser.check_wanted(OPS[INTO], given, [first, second], second.node, gemm)
+    fuser.check_wanted(OPS[INTO], arguments, [first, second], second.node, gemm)
     fuser.check_architecture(second.node, ARCHITECTURE, "with few tokens the second GEMM quantizes its input itself")
     with graph.inserting_before(first.node):
-        fused = insert(graph, OPS[INTO], given, quantized, first.node)
+        fused = insert(graph, OPS[INTO], arguments, quantized, first.node)
         operands = item(graph, fused.node, 0), item(graph, fused.node, 1)
     prequantized_gemm.replace_linear(graph, second, *operands)
     for node in reversed(path):

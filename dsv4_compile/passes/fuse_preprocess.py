@@ -101,9 +101,9 @@ def _fuse(graph: Graph, fuser: Fuser, group: Group) -> None:
     """Replace all members by one call, or raise `NotFusable`."""
     norm, store = group.norm, group.store
     anchor, moved = placement(graph, group)
-    given = group.arguments()
+    arguments = group.arguments()
     members = [as_half(call, KV_HALF) if call is store else call for call in group.members]
-    fuser.check_wanted(OPS[INTO], given, members, norm.node)
+    fuser.check_wanted(OPS[INTO], arguments, members, norm.node)
     if store.name == BOTH:
         fuser.check_remainder(store, OPS[Q_HALF], half(store, Q_HALF))
     for node in moved:
@@ -114,7 +114,7 @@ def _fuse(graph: Graph, fuser: Fuser, group: Group) -> None:
         group = modified(group, store=store)
     owners = {cache.base: (call, name) for call in group.members for name, cache in call.caches().items()}
     with graph.inserting_before(anchor):
-        fused = insert(graph, OPS[INTO], given, norm.node.meta["val"][0], norm.node)
+        fused = insert(graph, OPS[INTO], arguments, norm.node.meta["val"][0], norm.node)
         bases = list(dict.fromkeys(cache.base for cache in fused.caches().values()))
         olds += [call.new_versions(name) for call, name in (owners[base] for base in bases)]
         for index, old in enumerate(olds):

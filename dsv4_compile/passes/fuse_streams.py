@@ -1,7 +1,7 @@
 """Fuse the return of a sub-layer's output to the streams with the mix for the next sub-layer, or with the head's.
 
 `mhc_boundary` also returns the new streams, for the next `mhc_post` and for recorded hidden states. `mhc_head` does
-not: before it, streams with another user stay a result of `mhc_post`. An all-reduce through symmetric memory, of a
+not: before it, streams with a second user stay a result of `mhc_post`. An all-reduce through symmetric memory, of a
 sub-layer that is split over ranks, becomes a part of the boundary after it.
 """
 
@@ -59,7 +59,7 @@ def _source(streams: Node) -> OpNode | None:
         node = pending.pop()
         call = read(node)
         if call is None:
-            pending += [each for each in node.all_input_nodes if each not in seen]
+            pending += [input_node for input_node in node.all_input_nodes if input_node not in seen]
             seen.update(node.all_input_nodes)
         elif call.name == FIRST:
             return call
@@ -69,14 +69,14 @@ def _source(streams: Node) -> OpNode | None:
 def _fuse_boundary(graph: Graph, fuser: Fuser, first: OpNode, second: OpNode, path: list[Node]) -> None:
     """Replace both calls by one that also returns the streams, or raise `NotFusable`."""
     _check_streams(first, second, path)
-    given = {**first.arguments, **{name: value for name, value in second.arguments.items() if name != "streams"}}
-    moved = inputs_to_move(graph, first.node, given.values(), [first, second])
-    _check_wanted(fuser, BOUNDARY, given, first, second)
+    arguments = {**first.arguments, **{name: value for name, value in second.arguments.items() if name != "streams"}}
+    moved = inputs_to_move(graph, first.node, arguments.values(), [first, second])
+    _check_wanted(fuser, BOUNDARY, arguments, first, second)
     for node in moved:
         first.node.prepend(node)
     # Others may use the streams before `second`.
     with graph.inserting_before(first.node):
-        fused = insert(graph, OPS[BOUNDARY], given, (value_of(first.node), *value_of(second.node)), second.node)
+        fused = insert(graph, OPS[BOUNDARY], arguments, (value_of(first.node), *value_of(second.node)), second.node)
         streams, *mixed = (item(graph, fused.node, index) for index in range(4))
     for index, result in enumerate(mixed):
         replace_uses(second.results(index), result)
@@ -94,10 +94,10 @@ def _fuse_head(graph: Graph, fuser: Fuser, first: OpNode, second: OpNode, path: 
         others = [other for other in node.users if other is not user]
         if others:
             raise NotFusable(f"{display_name(others[0])} also uses the streams, which {HEAD} does not return")
-    given = {**second.arguments, **first.arguments}
-    _check_wanted(fuser, HEAD, given, first, second)
+    arguments = {**second.arguments, **first.arguments}
+    _check_wanted(fuser, HEAD, arguments, first, second)
     with graph.inserting_before(second.node):
-        fused = insert(graph, OPS[HEAD], given, value_of(second.node), second.node)
+        fused = insert(graph, OPS[HEAD], arguments, value_of(second.node), second.node)
     replace_uses([second.node], fused.node)
     for node in (second.node, *reversed(path)):
         graph.erase_node(node)
@@ -112,12 +112,14 @@ def _fuse_reduce(graph: Graph, fuser: Fuser, call: OpNode, path: list[Node]) -> 
     chosen = registry.foresee(describe(call.node, call.op, call.arguments), fuser.options)
     if fuser.options.fuse_of(fuser.name) != "on" and chosen.impl != "triton":
         raise NotFusable(f"{BOUNDARY} is {chosen.impl}, and the kernel alone reads what other ranks have")
-    part, name = path[0].args
-    if list(value_of(part).shape) != list(value_of(call["output"]).shape):
+    local_sum, name = path[0].args
+    if list(value_of(local_sum).shape) != list(value_of(call["output"]).shape):
         raise NotFusable(f"{BOUNDARY} reads the sum in another shape")
-    given = {**call.arguments, "output": part}
+    arguments = {**call.arguments, "output": local_sum}
     with graph.inserting_before(call.node):
-        fused = graph.call_function(torch.ops.dsv4_collectives.all_reduce_mhc_boundary.default, (*given.values(), name))
+        fused = graph.call_function(
+            torch.ops.dsv4_collectives.all_reduce_mhc_boundary.default, (*arguments.values(), name)
+        )
     fused.meta |= call.node.meta | {"eager_input_vals": value_of((fused.args, {}))}
     call.node.replace_all_uses_with(fused)
     for node in (call.node, *reversed(path)):
@@ -133,12 +135,14 @@ def _check_streams(first: OpNode, second: OpNode, path: list[Node]) -> None:
         raise NotFusable(f"{second.name} reads streams of {taken} elements, {FIRST} returns {returned}")
 
 
-def _check_wanted(fuser: Fuser, into: str, given: dict[str, object], first: OpNode, second: OpNode) -> None:
+def _check_wanted(fuser: Fuser, into: str, arguments: dict[str, object], first: OpNode, second: OpNode) -> None:
     """Raise `NotFusable` if the fused op would not be used, or if IR that nobody measured would replace a kernel."""
-    fuser.check_wanted(OPS[into], given, [first, second], second.node)
+    fuser.check_wanted(OPS[into], arguments, [first, second], second.node)
     if fuser.options.fuse_of(fuser.name) == "on":
         return
-    call = describe(second.node, OPS[into], given)
-    separate, fused = (registry.foresee(each, fuser.options) for each in (describe(second.node, second.op), call))
+    call = describe(second.node, OPS[into], arguments)
+    separate, fused = (
+        registry.foresee(candidate, fuser.options) for candidate in (describe(second.node, second.op), call)
+    )
     if separate.impl == "triton" and fused.impl != "triton" and registry.microseconds(call, fused) is None:
         raise NotFusable(f"{second.name} has a kernel; {into} would be {fused.impl}, whose time was not measured")

@@ -1,6 +1,6 @@
 """Helpers of the fusion passes: check that a group of ops can and should be fused, and record the outcome.
 
-A pass is a function `run(graph, fuser)` in a file of its own. It finds a group of ops, builds the arguments of the op
+A pass is a function `run(graph, fuser)` in a separate file. It finds a group of ops, builds the arguments of the op
 that replaces them, calls `fuser.check_wanted`, and rewrites the graph. If the group cannot be fused it raises
 `NotFusable` before changing anything; `fuser.attempt` returns the record of either outcome.
 """
@@ -64,10 +64,10 @@ class Fuser:
     ) -> None:
         """Raise `NotFusable` unless a call of `op`, and those in `followed_by`, should replace `members`.
 
-        An op whose implementation is demanded is never replaced. With "auto" each new call must have an implementation
+        An op with a demanded implementation is never replaced. With "auto" each new call must have an implementation
         other than its reference, and must not be slower than `members` where both were measured.
         """
-        calls = [describe(place, *each) for each in ((op, arguments), *followed_by)]
+        calls = [describe(place, *op_and_arguments) for op_and_arguments in ((op, arguments), *followed_by)]
         self._check_demands(members, calls[0])
         if self._forced:
             self._reason = f'dsv4.fuse.{self.name}="on"'
@@ -87,7 +87,7 @@ class Fuser:
             self._reason += f"; {times}"
 
     def _check_demands(self, members: Sequence[OpNode], fused: Call) -> None:
-        """Raise `NotFusable` if fusion removes an op whose implementation is demanded, or makes a demand unavailable.
+        """Raise `NotFusable` if fusion removes an op with a demanded implementation, or makes a demand unavailable.
 
         This holds with "on" too: only a call in the user's code may raise E302.
         """
@@ -102,7 +102,7 @@ class Fuser:
                 raise NotFusable(f"dsv4.impl.{fused.op}={demand!r} would not be met: {foreseen.reason}")
 
     def check_architecture(self, place: Node, wanted: str, why_not: str) -> None:
-        """Raise `NotFusable` if the op at `place` runs on another architecture than `wanted`, unless forced."""
+        """Raise `NotFusable` unless the op at `place` runs on the architecture `wanted` or fusion is forced."""
         call = read(place)
         assert call is not None
         architecture = describe(place, call.op).architecture
@@ -111,9 +111,9 @@ class Fuser:
 
     def _microseconds(self, calls: Sequence[Call]) -> float | None:
         """Return the time of `calls` one after the other, None if not all were measured."""
-        each = [registry.microseconds(call, registry.foresee(call, self.options)) for call in calls]
-        known = [us for us in each if us is not None]
-        return sum(known) if len(known) == len(each) else None
+        times = [registry.microseconds(call, registry.foresee(call, self.options)) for call in calls]
+        known = [us for us in times if us is not None]
+        return sum(known) if len(known) == len(times) else None
 
     def check_remainder(self, whole: OpNode, rest: OpOverload, arguments: Mapping[str, Any]) -> None:
         """Raise `NotFusable` if `whole` has an implementation and `rest`, the op that remains of it, has none."""
@@ -133,30 +133,30 @@ def inputs_to_move(graph: Graph, anchor: Node, inputs: Iterable[Any], members: S
 
     Moving them changes no value, as they are functional. Of a `Cache` only the nodes that compute its view count; see
     `check_caches` for its buffer. Raises `NotFusable` if one depends on a member, which the new node replaces, or
-    writes a buffer, whose readers would then see it earlier.
+    writes a buffer: its readers would then see it earlier.
     """
     after = _nodes_from(graph, anchor)
-    own = {member.node for member in members}
-    found: set[Node] = set()
+    member_nodes = {member.node for member in members}
+    moved: set[Node] = set()
     pending = [node for value in inputs for node in _nodes_in(value)]
     while pending:
         node = pending.pop()
-        if node in found or node not in after:
+        if node in moved or node not in after:
             continue
-        if node in own:
+        if node in member_nodes:
             raise NotFusable(f"an input of the group depends on {display_name(node)}")
         if node.is_impure() or node.target in FUNCTIONALIZED:
             raise NotFusable(f"an input of the group depends on {display_name(node)}, which writes a buffer")
-        found.add(node)
+        moved.add(node)
         pending += node.all_input_nodes
-    return [node for node in graph.nodes if node in found]
+    return [node for node in graph.nodes if node in moved]
 
 
 def _nodes_in(value: Any) -> list[Node]:
     """Return the nodes of an argument, without the buffer of a `Cache`."""
-    found: list[Node] = []
-    torch.fx.map_arg(value.view if isinstance(value, Cache) else value, found.append)
-    return found
+    nodes: list[Node] = []
+    torch.fx.map_arg(value.view if isinstance(value, Cache) else value, nodes.append)
+    return nodes
 
 
 def check_caches(graph: Graph, anchor: Node, caches: Mapping[str, Cache], members: Sequence[OpNode]) -> None:
@@ -166,19 +166,19 @@ def check_caches(graph: Graph, anchor: Node, caches: Mapping[str, Cache], member
     version: a read before the write must not move after it.
     """
     after = _nodes_from(graph, anchor)
-    own = {member.node for member in members}
+    member_nodes = {member.node for member in members}
     owners: dict[Node, str] = {}
     for name, cache in caches.items():
         if cache.base in owners:
             raise NotFusable(f"{owners[cache.base]} and {name} are parts of one tensor")
         owners[cache.base] = name
         writer, _ = producer_of(cache.base)
-        if writer is not None and writer.node in own:
+        if writer is not None and writer.node in member_nodes:
             raise NotFusable(f"{name} is part of a tensor that {writer.name} writes too")
         if cache.base in after:
             raise NotFusable(f"{display_name(cache.base)} writes {name} between the ops")
         for reader in _readers(cache.base):
-            if reader in after and reader not in own and not _is_copy_back(reader, cache.base):
+            if reader in after and reader not in member_nodes and not _is_copy_back(reader, cache.base):
                 raise NotFusable(f"{display_name(reader)} uses {name} between the ops")
     _check_allocations(caches)
 

@@ -21,7 +21,7 @@ def half(call: OpNode, name: str) -> Mapping[str, Any]:
 
 
 def as_half(call: OpNode, name: str) -> OpNode:
-    """Return the half `name` of `call` as a call of its own at the same node; `call` itself if it is that half."""
+    """Return the half `name` of `call` as a separate call at the same node; `call` itself if it is that half."""
     return call if call.name == name else OpNode(call.node, OPS[name], half(call, name))
 
 

@@ -1,4 +1,4 @@
-"""Names and texts that Inductor is lent while this package's backend compiles."""
+"""Temporary Inductor patches: a C++ name for UE8M0, short op descriptions in errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def lent_to_inductor() -> Iterator[None]:
     """Let Inductor name UE8M0 scales in C++, and write the arguments of an op in short; hold `compile_lock`.
 
     torch lacks the name up to 2.13. Inductor writes arguments into errors, and torch up to 2.11 for each op of other
-    libraries: nested IR that is not realized yet, whose text doubles with each step and can take hours.
+    libraries. The text of nested IR that is not realized yet doubles with each step and can take hours.
     """
     from .._compat import DTYPE_TO_CPP, OperatorIssue
 

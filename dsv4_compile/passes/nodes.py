@@ -127,9 +127,9 @@ def read(node: Any) -> OpNode | None:
 
 def reread(call: OpNode) -> OpNode:
     """Return `call` with the current arguments of its node, after a change of the graph."""
-    found = read(call.node)
-    assert found is not None
-    return found
+    call_now = read(call.node)
+    assert call_now is not None
+    return call_now
 
 
 def _cache(node: Node, name: str) -> Cache | None:
@@ -200,8 +200,8 @@ def value_of(argument: Any) -> Any:
 
 def describe(node: Node, op: OpOverload, arguments: Mapping[str, Any] | None = None) -> Call:
     """Return the call that `node` makes, or the call of `op` with `arguments` in its place."""
-    given = arguments if arguments is not None else read(node).arguments  # type: ignore[union-attr]
-    values = {name: value_of(value) for name, value in given.items() if not isinstance(value, Cache)}
+    by_name = arguments if arguments is not None else read(node).arguments  # type: ignore[union-attr]
+    values = {name: value_of(value) for name, value in by_name.items() if not isinstance(value, Cache)}
     device = next(value.device for value in values.values() if isinstance(value, torch.Tensor))
     return Call(
         op=op_name(op),
@@ -226,12 +226,12 @@ def _launched(argument: Any) -> Any:
     value = value_of(argument if cache is None else cache.base)
     if not isinstance(value, torch.Tensor):
         return traced(value)
-    whole, view = Metadata.of(value), traced(value_of(dict(cache.view))) if cache is not None else {}
+    metadata, view = Metadata.of(value), traced(value_of(dict(cache.view))) if cache is not None else {}
     if "storage_offset" in view:
-        return whole._replace(size=tuple(view["size"]), stride=tuple(view["stride"]), offset=view["storage_offset"])
+        return metadata._replace(size=tuple(view["size"]), stride=tuple(view["stride"]), offset=view["storage_offset"])
     if "slice_dim" in view:
-        return whole.sliced(view["slice_dim"], view["slice_start"], view["slice_end"])
-    return whole
+        return metadata.sliced(view["slice_dim"], view["slice_start"], view["slice_end"])
+    return metadata
 
 
 def where(node: Node) -> str:
@@ -243,6 +243,6 @@ def where(node: Node) -> str:
 def calls_of(graph: Graph, op: str) -> Iterator[OpNode]:
     """Yield the calls of the dsv4 op named `op` in graph order; the graph may change meanwhile."""
     for node in list(graph.nodes):
-        found = read(node)
-        if found is not None and found.name == op:
-            yield found
+        call = read(node)
+        if call is not None and call.name == op:
+            yield call

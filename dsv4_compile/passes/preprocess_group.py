@@ -29,7 +29,7 @@ class Compressor:
     compress: OpNode
 
     def can_be_main(self, store: OpNode) -> bool:
-        """Return whether it can be the main compressor beside `store`: its entries are keys and values.
+        """Return whether it can be the main compressor next to `store`: its entries are keys and values.
 
         They are in every format that no indexer has, and in "plain" if they are as long as the vectors of `store`.
         """
@@ -40,7 +40,7 @@ class Compressor:
         return same and bool(compress["norm_weight"].meta["val"].shape[0] == kv.meta["val"].shape[1])
 
     def arguments(self, prefix: str, cache: str) -> dict[str, Any]:
-        """Return its arguments of preprocess_insert, whose names start with `prefix`, or with `cache` for its cache."""
+        """Return its arguments of preprocess_insert, named with `prefix`, or with `cache` for those of its cache."""
         save, compress = self.save, self.compress
         return {
             f"{prefix}kv_score": save["kv_score"],
@@ -76,7 +76,7 @@ class Group:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the fused op."""
         norm, store = self.norm, self.store
-        given = {
+        fused = {
             **_rounded(norm),
             "q_weight": norm["q_weight"],
             "kv_weight": norm["kv_weight"],
@@ -92,12 +92,12 @@ class Group:
             "kv_scale": store["kv_scale"],
         }
         if self.main is not None:
-            given |= {"ratio": self.main.compress["ratio"], **self.main.arguments("", "compressed")}
+            fused |= {"ratio": self.main.compress["ratio"], **self.main.arguments("", "compressed")}
         if self.indexer is not None:
-            given |= self.indexer.arguments("indexer_", "indexer")
-            given["indexer_cache_format"] = self.indexer.compress["cache_format"]
-            given["hadamard"] = self.indexer.compress["hadamard"]
-        return given
+            fused |= self.indexer.arguments("indexer_", "indexer")
+            fused["indexer_cache_format"] = self.indexer.compress["cache_format"]
+            fused["hadamard"] = self.indexer.compress["hadamard"]
+        return fused
 
 
 def store_of(norm: OpNode) -> OpNode | None:
@@ -112,9 +112,9 @@ def compressors_of(nodes: Iterable[Node]) -> Iterator[Compressor]:
         save = read(node)
         if save is not None and save.name == SAVE and save.known:
             users = [read(user) for version in save.new_versions("state_cache") for user in version.users]
-            found = next((call for call in users if call is not None and call.name == COMPRESS), None)
-            if found is not None:
-                yield Compressor(save, found)
+            compress = next((call for call in users if call is not None and call.name == COMPRESS), None)
+            if compress is not None:
+                yield Compressor(save, compress)
 
 
 def placement(graph: Graph, group: Group) -> tuple[Node, list[Node]]:
@@ -123,12 +123,12 @@ def placement(graph: Graph, group: Group) -> tuple[Node, list[Node]]:
     for pair, role in ((group.main, "compressor"), (group.indexer, "indexer's compressor")):
         if pair is not None:
             _check_pair(group, pair, role)
-    own = {call.node for call in group.members}
-    anchor = next(node for node in graph.nodes if node in own)
-    given = group.arguments()
-    moved = inputs_to_move(graph, anchor, given.values(), group.members)
+    member_nodes = {call.node for call in group.members}
+    anchor = next(node for node in graph.nodes if node in member_nodes)
+    arguments = group.arguments()
+    moved = inputs_to_move(graph, anchor, arguments.values(), group.members)
     check_caches(
-        graph, anchor, {name: value for name, value in given.items() if isinstance(value, Cache)}, group.members
+        graph, anchor, {name: value for name, value in arguments.items() if isinstance(value, Cache)}, group.members
     )
     return anchor, moved
 
@@ -195,8 +195,8 @@ def _rounded(norm: OpNode) -> dict[str, Any]:
         raise NotFusable(f"qr is {dtypes['qr']} and kv {dtypes['kv']}")
     dtype = dtypes["qr"]
     weights = {norm[name].meta["val"].dtype for name in ("q_weight", "kv_weight")}
-    given = {name: _unrounded(norm[name]) for name in dtypes}
-    return {**given, "dtype": None if weights == {dtype} else dtype}
+    rounded = {name: _unrounded(norm[name]) for name in dtypes}
+    return {**rounded, "dtype": None if weights == {dtype} else dtype}
 
 
 def _unrounded(x: Node) -> Node:

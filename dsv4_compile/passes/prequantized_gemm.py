@@ -17,7 +17,7 @@ LINEAR, GEMM = "fp8_linear", "fp8_grouped_einsum"
 
 
 def check_no_second_layer(linear: OpNode) -> None:
-    """Raise `NotFusable` if `linear` also computes a second layer, whose input is not quantized."""
+    """Raise `NotFusable` if `linear` also computes a second layer: that one's input is not quantized."""
     if linear["beside"] is not None:
         raise NotFusable(f"{LINEAR} has a second layer (beside=), whose input is not quantized")
 
@@ -29,10 +29,10 @@ def arguments(linear: OpNode, values: Any, scale: Any) -> Mapping[str, Any]:
 
 def replace_linear(graph: Graph, linear: OpNode, values: Any, scale: Any) -> None:
     """Replace `linear` by the GEMM of e4m3 `values` and their `scale`."""
-    found = linear.node.meta["val"]
+    value = linear.node.meta["val"]
     with graph.inserting_before(linear.node):
-        gemm = insert(graph, OPS[GEMM], arguments(linear, values, scale), found.unsqueeze(1), linear.node)
+        gemm = insert(graph, OPS[GEMM], arguments(linear, values, scale), value.unsqueeze(1), linear.node)
         result = graph.call_function(torch.ops.aten.squeeze.dim, (gemm.node, 1))
-    result.meta["val"] = found
+    result.meta["val"] = value
     linear.node.replace_all_uses_with(result)
     graph.erase_node(linear.node)

@@ -17,9 +17,9 @@ from . import regions
 
 _log = logging.getLogger("dsv4_compile.runtime")
 WORTH_IT = 4
-"""Fewest regions without a compilation of their own for which `auto` compiles in regions.
+"""Fewest saved compilations to compile in regions with `auto`.
 
-Each region is a call of its own at every step, so few are not worth it.
+Each region is a separate call at every step, so few are not worth it.
 """
 
 
@@ -36,7 +36,7 @@ class Regional:
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         """Compile `gm` as Inductor's `inner_compile`, whole if it is trained or has too few repeated layers."""
-        # Inductor caches nothing that AOTAutograd is to cache; another model may have the same kinds.
+        # Inductor caches nothing that AOTAutograd is to cache; other models may have the same kinds.
         with functorch_config.patch(bundled_autograd_cache=False):
             return self._compile(gm, example_inputs, **options)
 
@@ -45,23 +45,23 @@ class Regional:
             return self.inner(gm, example_inputs, **options)
         static = frozenset(options.get("static_input_idxs") or ())
         try:
-            found = regions.split(gm, static)
+            pieces = regions.split(gm, static)
         except regions.NotSplit as error:
             _log.info("compiles a graph whole: %s", error)
             return self.inner(gm, example_inputs, **options)
-        counts = regions.kinds(found)
-        saved = len(found) - len(counts)
+        counts = regions.kinds(pieces)
+        saved = len(pieces) - len(counts)
         if saved < (WORTH_IT if self.wanted == "auto" else 1):
-            _log.info("compiles a graph whole: %s regions of %s kinds", len(found), len(counts))
+            _log.info("compiles a graph whole: %s regions of %s kinds", len(pieces), len(counts))
             return self.inner(gm, example_inputs, **options)
-        _log.info("compiles a graph of %s regions as %s kinds", len(found), len(counts))
+        _log.info("compiles a graph of %s regions as %s kinds", len(pieces), len(counts))
         placeholders = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         compiled: dict[str, Any] = {}
         with progress.stage("compile kinds of layers", total=len(counts)) as work, without_output_strides():
-            for region in found:
+            for region in pieces:
                 if region.key in compiled:
                     continue
-                work.note(f"{counts[region.key]} of {len(found)} regions")
+                work.note(f"{counts[region.key]} of {len(pieces)} regions")
                 examples = [
                     example_inputs[placeholders[node]] if node in placeholders else node.meta["val"]
                     for node in region.inputs
@@ -72,5 +72,5 @@ class Regional:
                         GraphModule(gm, region.graph), examples, **options | {"static_input_idxs": fixed}
                     )
                 work.advance()
-        parts = [Compiled(region.inputs, region.outputs, compiled[region.key]) for region in found]
+        parts = [Compiled(region.inputs, region.outputs, compiled[region.key]) for region in pieces]
         return Program(parts, placeholders, gm.graph.output_node())

@@ -5,7 +5,7 @@ layers, the last one also what comes after. A kind is all regions that do the sa
 strides and dtypes; weights and caches are inputs of a region like any others.
 
 Inputs that the graph writes are written inside the region that computes their last version, and later regions read
-them from there. A graph in which that would change what is read is not split.
+them from there. A graph is not split if that would change the values read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OF_THE_LAYER_BEFORE = ("mhc_pre", "mhc_head")
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a graph, as a graph of its own.
+    """A part of a graph, as a separate graph.
 
     Attributes:
         graph: takes `inputs` and returns the values of `outputs`.
@@ -51,25 +51,25 @@ class NotSplit(Exception):
 
 
 def split(gm: GraphModule, static: frozenset[int] = frozenset()) -> list[Region]:
-    """Return the regions of `gm` in the order in which they run.
+    """Return the regions of `gm` in the order of execution.
 
     Args:
         gm: functional graph of AOTAutograd, with fake values in `meta["val"]`.
-        static: positions of the inputs whose address never changes.
+        static: positions of the inputs with an address that never changes.
 
-    Raises NotSplit for a graph without repeated modules, or one whose writes do not belong to one layer each.
+    Raises NotSplit for a graph without repeated modules, or one with writes that do not belong to one layer each.
     """
     layers = _layers(gm.graph)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     region_of = _assign(gm.graph, layers)
     written = _written(gm.graph, region_of)
-    kept = {node for i, node in enumerate(placeholders) if i in static}
+    static_inputs = {node for i, node in enumerate(placeholders) if i in static}
     last = max(region_of.values())
     members: list[list[Node]] = [[] for _ in range(last + 1)]
     for node, region in region_of.items():
         members[region].append(node)
     returned = set(gm.graph.output_node().all_input_nodes)
-    return [_region(nodes, region_of, written, returned, kept) for nodes in members if nodes]
+    return [_region(nodes, region_of, written, returned, static_inputs) for nodes in members if nodes]
 
 
 def kinds(regions: Sequence[Region]) -> Counter[str]:
@@ -80,52 +80,54 @@ def kinds(regions: Sequence[Region]) -> Counter[str]:
 def _layers(graph: Graph) -> Mapping[Node, int]:
     """Return the index of the layer of each node that was traced in one, for the list of modules with most nodes."""
     paths = {node: _containers(node) for node in graph.nodes}
-    sizes = Counter(container for found in paths.values() for container in found)
+    sizes = Counter(container for containers in paths.values() for container in containers)
     indices: dict[str, set[int]] = {}
-    for found in paths.values():
-        for container, index in found.items():
+    for containers in paths.values():
+        for container, index in containers.items():
             indices.setdefault(container, set()).add(index)
     repeated = [container for container in sizes if len(indices[container]) > 1]
     if not repeated:
         raise NotSplit("no list of modules was traced")
     outer = max(repeated, key=lambda container: sizes[container])
-    return {node: found[outer] for node, found in paths.items() if outer in found}
+    return {node: containers[outer] for node, containers in paths.items() if outer in containers}
 
 
 def _containers(node: Node) -> dict[str, int]:
     """Return the lists of modules that `node` was traced in, by path, with the index of its module in each."""
-    found: dict[str, int] = {}
+    indices: dict[str, int] = {}
     for path, _ in (node.meta.get("nn_module_stack") or {}).values():
         for match in _INDEX.finditer(path):
-            found[path[: match.start()]] = int(match.group(1))
-    return found
+            indices[path[: match.start()]] = int(match.group(1))
+    return indices
 
 
 def _assign(graph: Graph, layers: Mapping[Node, int]) -> dict[Node, int]:
-    """Return the region of each node that computes or writes, 0 for what comes before the first layer."""
-    order = {index: place + 1 for place, index in enumerate(sorted(set(layers.values())))}
+    """Return the region of each node that computes or writes, 0 for nodes before the first layer."""
+    order = {index: position + 1 for position, index in enumerate(sorted(set(layers.values())))}
     region_of: dict[Node, int] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        after = max((region_of[each] for each in node.all_input_nodes if each in region_of), default=0)
-        own = order[layers[node]] if node in layers else after
-        view = node.target in VIEWS and all(each in region_of for each in node.all_input_nodes)
+        after = max(
+            (region_of[input_node] for input_node in node.all_input_nodes if input_node in region_of), default=0
+        )
+        region = order[layers[node]] if node in layers else after
+        view = node.target in VIEWS and all(input_node in region_of for input_node in node.all_input_nodes)
         # A tuple cannot leave a region, and a view that a layer starts with may lead to the op.
         if node.target is operator.getitem or view or display_name(node) in _OF_THE_LAYER_BEFORE:
-            own = after
-        if own < after:
-            raise NotSplit(f"{node.name} of layer {own - 1} depends on layer {after - 1}")
-        region_of[node] = own
+            region = after
+        if region < after:
+            raise NotSplit(f"{node.name} of layer {region - 1} depends on layer {after - 1}")
+        region_of[node] = region
     return region_of
 
 
 def _written(graph: Graph, region_of: Mapping[Node, int]) -> dict[Node, Node]:
     """Return the placeholder that each last version of an input is copied into.
 
-    Raises NotSplit if another region than the one that writes an input reads it, by itself or as a view.
+    Raises NotSplit if a region other than the one that writes an input reads it, by itself or as a view.
     """
-    found: dict[Node, Node] = {}
+    written: dict[Node, Node] = {}
     storages: dict[int, Any] = {}
     for node in graph.nodes:
         if node.op != "call_function" or node.target is not torch.ops.aten.copy_.default:
@@ -135,7 +137,7 @@ def _written(graph: Graph, region_of: Mapping[Node, int]) -> dict[Node, Node]:
         if target.op != "placeholder":
             raise NotSplit(f"{node.name} writes into {target.name}, which is no input")
         if value in region_of:
-            found[value] = target
+            written[value] = target
         storages[storage_identity(target.meta["val"])] = node
     for node in (*region_of, *graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
@@ -145,7 +147,7 @@ def _written(graph: Graph, region_of: Mapping[Node, int]) -> dict[Node, Node]:
         others = [user for user in node.users if user in region_of and region_of[user] != region_of[write]]
         if others or any(user.op == "output" for user in node.users):
             raise NotSplit(f"{write.args[0].name}, which {write.name} writes, is read elsewhere as {node.name}")
-    return found
+    return written
 
 
 def _region(
@@ -156,12 +158,12 @@ def _region(
     static: set[Node],
 ) -> Region:
     """Return the region of `nodes`."""
-    own = region_of[nodes[0]]
-    sizes = _sizes_first(nodes, own, region_of)
+    region = region_of[nodes[0]]
+    sizes = _sizes_first(nodes, region, region_of)
     graph, copies, inputs = Graph(), dict[Node, Node](), list[Node]()
 
     def outside(node: Node) -> Node:
-        """Return the copy of a value from another region: a written input's own memory has its last version."""
+        """Return the copy of a value from a different region: a written input's own memory has its last version."""
         source = written.get(node, node)
         if source not in copies:
             inputs.append(source)
@@ -170,7 +172,7 @@ def _region(
         return copies[source]
 
     def copied(node: Node) -> Node:
-        inside = region_of.get(node) == own or node in sizes
+        inside = region_of.get(node) == region or node in sizes
         return copies[node] if inside and node in copies else outside(node)
 
     # Integer inputs of the whole graph give Inductor the sizes of all others.
@@ -180,11 +182,11 @@ def _region(
     # Placeholders come before all other nodes of a graph.
     for node in (*sizes, *nodes):
         for source in node.all_input_nodes:
-            if region_of.get(source) != own and source not in sizes:
+            if region_of.get(source) != region and source not in sizes:
                 outside(source)
     for node in (*sizes, *nodes):
         copies[node] = graph.node_copy(node, copied)
-    outputs = [node for node in nodes if _crosses(node, own, region_of, returned, written)]
+    outputs = [node for node in nodes if _crosses(node, region, region_of, returned, written)]
     result = graph.output(tuple(copies[node] for node in outputs))
     result.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     return Region(graph, tuple(inputs), tuple(outputs), _key(graph, [node in static for node in inputs]))

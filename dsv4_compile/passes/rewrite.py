@@ -26,7 +26,7 @@ def insert(graph: Graph, op: OpOverload, arguments: Mapping[str, Any], values: A
     Args:
         arguments: by schema name; missing ones take their defaults.
         values: fake values of the op's results: one, or a tuple.
-        like: the node whose place in the user's code is copied to the new one.
+        like: the node that gives the new one its place in the user's code.
     """
     written = written_by(op)
     if written:
@@ -38,9 +38,9 @@ def insert(graph: Graph, op: OpOverload, arguments: Mapping[str, Any], values: A
     for name in ("stack_trace", "source_fn_stack", "from_node", "seq_nr"):
         if name in like.meta:
             node.meta[name] = like.meta[name]
-    found = read(node)
-    assert found is not None
-    return found
+    inserted = read(node)
+    assert inserted is not None
+    return inserted
 
 
 def _positional(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -56,8 +56,8 @@ def _insert_functional(
     caches = {name: arguments.get(name) for name in written}
     bases = list(dict.fromkeys(cache.base for cache in caches.values() if cache is not None))
     # torch passes every argument by name, defaults included.
-    given = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
-    kwargs = {name: value for name, value in {**given, **arguments}.items() if name not in caches}
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    kwargs = {name: value for name, value in {**defaults, **arguments}.items() if name not in caches}
     for name, cache in caches.items():
         kwargs[f"_{name}_base_index"] = None if cache is None else bases.index(cache.base)
         kwargs |= {f"_{name}_{key}": value for key, value in (cache.view if cache is not None else {}).items()}
@@ -75,9 +75,9 @@ def _next_version(value: Any) -> Any:
 
 def item(graph: Graph, node: Node, index: int) -> Node:
     """Insert a node for result `index` of `node`."""
-    found = graph.call_function(operator.getitem, (node, index))
-    found.meta["val"] = node.meta["val"][index]
-    return found
+    getitem = graph.call_function(operator.getitem, (node, index))
+    getitem.meta["val"] = node.meta["val"][index]
+    return getitem
 
 
 def replace_uses(old: Sequence[Node], new: Node) -> None:
@@ -87,7 +87,7 @@ def replace_uses(old: Sequence[Node], new: Node) -> None:
 
 
 def erase(graph: Graph, call: OpNode) -> None:
-    """Remove `call`, whose results have no users left, and the nodes of these results."""
+    """Remove `call` and the nodes of its results, which have no users left."""
     for user in list(call.node.users):
         graph.erase_node(user)
     graph.erase_node(call.node)

@@ -1,4 +1,4 @@
-"""Capture and replay of graphs: which addresses a capture owns, and what may change between two replays."""
+"""Capture and replay of graphs: addresses that a capture owns, and changes that are allowed between two replays."""
 
 from __future__ import annotations
 

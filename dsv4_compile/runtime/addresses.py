@@ -1,4 +1,4 @@
-"""Tensors whose address a capture has recorded, and the check that none of them moved.
+"""Tensors with an address that a capture has recorded, and the check that none of them moved.
 
 A captured kernel knows addresses, not tensors. A tensor that is reallocated, resized or cast after the capture leaves
 the graph reading memory that nothing fills any more, and nothing else reports that.
@@ -36,7 +36,7 @@ class TensorRecord:
         return cls(name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def check(self, tensor: Tensor | None, where: str) -> None:
-        """Raise E421, with what changed, unless `tensor` is what was recorded."""
+        """Raise E421, with the changes, unless `tensor` is the recorded one."""
         if tensor is None:
             fail("E421", got=f"{self.name}, captured in {where}, is gone")
         now = TensorRecord.of(self.name, tensor)
@@ -54,8 +54,7 @@ class AddressCheck:
     """Records of all tensors that `find` returns now; `check` calls `find` again and compares.
 
     Args:
-        find: names the tensors, from the containers in which their owner keeps them, so that a tensor that replaced
-            another is noticed too.
+        find: names the tensors, from the containers of their owner, so that a replaced tensor is noticed too.
         device: where all of them must be; E428 otherwise.
     """
 
@@ -67,7 +66,7 @@ class AddressCheck:
         self._records = [TensorRecord.of(name, tensor) for name, tensor in self._tensors.items()]
 
     def check(self, where: str) -> None:
-        """Raise E421 for the first tensor that is gone, or whose address, shape, strides or dtype changed."""
+        """Raise E421 for the first tensor that is gone, or that changed its address, shape, strides or dtype."""
         now = self._find()
         for record in self._records:
             record.check(now.get(record.name), where)
@@ -93,11 +92,11 @@ class HeldTensors:
             self._layouts: Any = TensorGuards(*self._tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Become None in a copy of what holds them, which has other tensors."""
+        """Become None in a copy of their owner, which has other tensors."""
         return type(None), ()
 
     def hold(self) -> bool:
-        """Return whether all are what they were."""
+        """Return whether all are unchanged."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.hold()
@@ -123,10 +122,10 @@ def named_tensors(tree: Any, name: str) -> dict[str, Tensor]:
         parts = [(f"{name}[{index}]", value) for index, value in enumerate(tree)]
     else:
         return {}
-    found: dict[str, Tensor] = {}
-    for path, part in parts:
-        found |= named_tensors(part, path)
-    return found
+    tensors: dict[str, Tensor] = {}
+    for path, value_at_path in parts:
+        tensors |= named_tensors(value_at_path, path)
+    return tensors
 
 
 def mark_static_inputs(tensors: Mapping[str, Tensor]) -> None:

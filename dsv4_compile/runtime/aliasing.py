@@ -97,18 +97,18 @@ class GraphOutputs:
         self._sources: list[Tensor] = []
         self._reads: list[_Read] = [_constant(out) for out in outputs]
         input_of: dict[int, int] = {}  # by the address of the storage
-        for i, given in enumerate(inputs):
-            if isinstance(given, Tensor) and given.untyped_storage().nbytes():  # an empty one has no address
-                input_of.setdefault(given.untyped_storage().data_ptr(), i)
-        own: dict[int, Tensor] = {}
+        for i, value in enumerate(inputs):
+            if isinstance(value, Tensor) and value.untyped_storage().nbytes():  # an empty one has no address
+                input_of.setdefault(value.untyped_storage().data_ptr(), i)
+        copied: dict[int, Tensor] = {}
         for index, out in enumerate(outputs):
             if isinstance(out, Tensor):
                 source = input_of.get(out.untyped_storage().data_ptr()) if _is_plain(out) else None
                 if source is None:
-                    own[index] = out
+                    copied[index] = out
                 else:
                     self._reads[index] = _from_input(out, inputs, source)
-        for group in _overlapping(own):
+        for group in _overlapping(copied):
             self._copy(group)
 
     def for_call(self, args: Sequence[Any]) -> list[Any]:
@@ -137,7 +137,7 @@ def _constant(value: Any) -> _Read:
 
 def _from_input(out: Tensor, inputs: Sequence[Any], source: int) -> _Read:
     """Read `out` as a view of input `source`, or as the input itself if it is one."""
-    same = next((i for i, given in enumerate(inputs) if given is out), None)
+    same = next((i for i, value in enumerate(inputs) if value is out), None)
     if same is not None:
         return lambda args, copies: args[same]
     distance, size = byte_range(out)[0] - byte_range(inputs[source])[0], inputs[source].itemsize
@@ -151,7 +151,7 @@ def _from_copy(out: Tensor, index: int, begin: int) -> _Read:
 
 
 def _overlapping(outputs: dict[int, Tensor]) -> Iterator[dict[int, Tensor]]:
-    """Yield groups of outputs whose byte ranges overlap, in the order of their first bytes; most groups have one."""
+    """Yield groups of outputs with overlapping byte ranges, in the order of their first bytes; most groups have one."""
     order = sorted(outputs, key=lambda i: (outputs[i].untyped_storage().data_ptr(), *byte_range(outputs[i])))
     group: dict[int, Tensor] = {}
     storage, end = 0, 0

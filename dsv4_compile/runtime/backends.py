@@ -1,4 +1,4 @@
-"""Capture backends: which one serves a device, and what `dsv4.cudagraph` means for one compiled graph."""
+"""Capture backends: the choice for a device, and the meaning of `dsv4.cudagraph` for one compiled graph."""
 
 from __future__ import annotations
 

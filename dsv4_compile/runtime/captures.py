@@ -76,7 +76,7 @@ class Footprint:
 
     Attributes:
         peak: most bytes at a time.
-        outputs: bytes of what it returns.
+        outputs: bytes of its outputs.
         reserved: segments that the allocator reserves for it in an empty pool; 0 where there is no pool.
     """
 
@@ -121,7 +121,7 @@ class Graphs(Protocol):
     lock: threading.RLock
 
     def follow(self) -> None:
-        """Let the current stream wait for the stream of the last caller, whose replay uses the same memory."""
+        """Let the current stream wait for the stream of the last caller, because its replay uses the same memory."""
 
     def warm_up(self, call: Call) -> Any:
         """Run `call` where captures run, so that it loads, tunes and allocates workspaces before them."""
@@ -130,7 +130,7 @@ class Graphs(Protocol):
         """Run `call` and return what it allocates."""
 
     def capture(self, call: Call, what: str) -> Capture:
-        """Record `call`. `what` names it in errors: E422 not capturable, E423 empty, E424 inside another capture."""
+        """Record `call`. `what` names it in errors: E422 not capturable, E423 empty, E424 inside a capture."""
 
     def memory(self) -> int:
         """Return the bytes that the captures hold."""
@@ -141,7 +141,7 @@ class Graphs(Protocol):
 
 @contextmanager
 def capture_scope(what: str) -> Iterator[None]:
-    """Mark the block as the capture of `what`. Raise E424 inside another capture."""
+    """Mark the block as the capture of `what`. Raise E424 inside an outer capture."""
     outer = _capturing.get()
     if not outer and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         outer = "the current stream, which other code started"
@@ -175,15 +175,15 @@ def tensor_bytes(tree: Any) -> int:
 def explain_failure(fault: BaseException, what: str) -> GraphError:
     """Build the E422 for an error of torch or CUDA during the capture of `what`, with the broken rule and the fix."""
     text = str(fault).strip() or type(fault).__name__
-    found = next((cause for cause in _CAUSES if any(word in text.lower() for word in cause[0])), None)
-    why, fix = found[1:] if found else ("", "")
+    known = next((cause for cause in _CAUSES if any(word in text.lower() for word in cause[0])), None)
+    why, fix = known[1:] if known else ("", "")
     built = error("E422", got=f"{what}: {text.splitlines()[0]}", why=why, fix=fix)
     assert isinstance(built, GraphError)
     return built
 
 
 def fail_host_read(what: str, op: str) -> None:
-    """Raise E422 for an op whose result the host needs, as a CUDA capture would."""
+    """Raise E422 for an op with a result that the host needs, as a CUDA capture would."""
     fail(
         "E422",
         got=f"{what}: {op} during a capture",

@@ -1,4 +1,4 @@
-"""Captures of what torch.compile made: `options={"dsv4.cudagraph": "full"}`.
+"""Captures of compiled functions: `options={"dsv4.cudagraph": "full"}`.
 
 The first call of a shape runs compiled, the second runs compiled on the capture stream, the third is captured; all
 further ones replay. Parameters, marked tensors, what the graph writes, and all views of their memory are used in place;
@@ -36,12 +36,12 @@ from .warmup import is_late
 
 _log = logging.getLogger("dsv4_compile.runtime")
 _MAX_LOST = 8
-"""Shapes in a row whose in-place inputs were freed before their third call, until that is reported."""
+"""Shapes in a row that lost their in-place inputs before the third call, until that is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Limits on which calls are captured.
+    """Limits on the calls that are captured.
 
     Attributes:
         max_captures: shapes of one graph that are captured; further ones run compiled (W601).
@@ -152,9 +152,11 @@ class CapturedGraph:
         return self._compiled(*args)
 
     def _fail_late(self, entry: _Entry) -> NoReturn:
-        """Raise E430 for a call that warm-up has not captured, with what is new about it."""
-        others = [each for entries in self._entries.values() for each in entries if each.capture is not None]
-        same = next((each for each in others if each.where == entry.where), None)
+        """Raise E430 for a call that warm-up has not captured, with its difference from those."""
+        others = [
+            captured for entries in self._entries.values() for captured in entries if captured.capture is not None
+        ]
+        same = next((captured for captured in others if captured.where == entry.where), None)
         if same is not None:
             pairs = zip(same.records, entry.records, strict=True)
             moved = ", ".join(now.name for before, now in pairs if before != now)
@@ -162,7 +164,7 @@ class CapturedGraph:
         elif entry.calls:
             why = f"warm-up made {entry.calls} of the 3 calls of this shape that a capture takes"
         else:
-            why = f"warm-up captured {', '.join(sorted({each.where for each in others})) or 'nothing'}"
+            why = f"warm-up captured {', '.join(sorted({captured.where for captured in others})) or 'nothing'}"
         if not entry.calls:
             self._remove(entry)  # nothing has run, and warm-up may make its calls later
         fail("E430", got=f"capture {entry.where}", why=why)
@@ -217,7 +219,7 @@ class CapturedGraph:
         """
 
         def forget_ids(_: Any) -> None:
-            entry.ids, entry.compared = (), None  # another tensor may get the id
+            entry.ids, entry.compared = (), None  # a new tensor may get the id
 
         names, owners = (self._names[i] for i in self._in_place), [owner(tensor) for tensor in in_place]
         entry.ids, entry.addresses = tuple(map(id, in_place)), list(map(Tensor.data_ptr, in_place))
@@ -234,11 +236,11 @@ class CapturedGraph:
 
     def _remove(self, entry: _Entry) -> bool:
         """Forget an entry, and return whether it was known."""
-        found = [entries for entries in tuple(self._entries.values()) if entry in entries]
-        for entries in found:
+        holders = [entries for entries in tuple(self._entries.values()) if entry in entries]
+        for entries in holders:
             entries.remove(entry)
         entry.references = ()  # their callbacks hold the entry, which would wait for the garbage collector
-        return bool(found)
+        return bool(holders)
 
     def _records_of(self, in_place: Sequence[Tensor]) -> tuple[TensorRecord, ...]:
         names = (self._names[i] for i in self._in_place)
@@ -332,7 +334,7 @@ def _lies_still(entry: _Entry, in_place: list[Tensor]) -> bool:
 
 
 def tokens_of(inputs: Sequence[Any]) -> int:
-    """Return the tokens of a call: the most int64 ids, float vectors, or rows of another dtype in one input."""
+    """Return the tokens of a call: the most int64 ids, float vectors, or rows of other dtypes in one input."""
 
     def count_of(x: Tensor) -> int:
         if x.dtype is torch.int64:

@@ -36,7 +36,7 @@ class CudaGraphs(AtFixedAddresses):
     """CUDA graphs of one device in one memory pool.
 
     Captures share the pool's memory, except for the outputs, which stay allocated. So the largest call comes first.
-    torch takes no capture into a pool whose graphs have all been freed, or in which one has failed: the next capture
+    torch takes no capture into a pool after all its graphs were freed or one of its captures failed: the next capture
     begins a new pool.
     """
 
@@ -55,14 +55,14 @@ class CudaGraphs(AtFixedAddresses):
         self._last: torch.cuda.Stream | None = None
 
     def follow(self) -> None:
-        """Let the current stream wait for what the stream of the last call has so far, if that is another one."""
+        """Let the current stream wait for the work so far of the last call's stream, if they differ."""
         current = torch.cuda.current_stream(self.device)
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)
         self._last = current
 
     def warm_up(self, call: Call) -> Any:
-        """Run `call` on the capture stream, after what the current stream has so far and before what it gets next."""
+        """Run `call` on the capture stream, after the work of the current stream so far and before its later work."""
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -81,9 +81,9 @@ class CudaGraphs(AtFixedAddresses):
             outputs = self.warm_up(call)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        found = Footprint(peak, tensor_bytes(outputs), _segments(pool.id))
+        footprint = Footprint(peak, tensor_bytes(outputs), _segments(pool.id))
         del outputs  # before the pool that holds it
-        return found
+        return footprint
 
     def capture(self, call: Call, what: str) -> Capture:
         """Record `call` as one CUDA graph."""
@@ -112,7 +112,7 @@ class CudaGraphs(AtFixedAddresses):
         return Capture(outputs, replay_of(graph, groups, what), what)
 
     def _record(self, graph: torch.cuda.CUDAGraph, call: Call, what: str) -> tuple[Any, frozenset[str]]:
-        """Return what `call` returned, and the process groups in which it communicates."""
+        """Return the result of `call`, and the process groups that it communicates with."""
         another = self._another()  # held until this capture holds the pool too
         if another is None and self._begun:
             self._begin_pool()
@@ -183,7 +183,7 @@ class CheckCaptureStream(TransparentMode):
     once, at capture time, and every replay reads its old result. CUDA reports no error for that.
 
     Attributes:
-        groups: names of the process groups in which the ops communicated.
+        groups: names of the process groups that the ops communicated with.
     """
 
     def __init__(self, what: str, device_type: str) -> None:

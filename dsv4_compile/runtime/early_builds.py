@@ -34,7 +34,7 @@ _log = logging.getLogger("dsv4_compile.runtime")
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A variant of a kernel that was built early, or an op of which none was.
+    """A variant of a kernel that was built early, or an op with no such variant.
 
     Attributes:
         name: function of the kernel; the op where its launcher failed.
@@ -121,8 +121,9 @@ def for_graph(wanted: str, devices: Collection[torch.device]) -> AbstractContext
     """Return a block to compile a graph on `devices` in, that builds its kernels early if `dsv4.early_builds` is "on".
 
     Builds are prepared in any case: a graph that torch loads from its cache has it look at the ptxas.
-    Builds are left to the first call on a CPU, which has no kernels, with a Triton whose asynchronous mode was not
-    tested, and where torch forks this process to compile: a fork keeps locked what a thread held.
+    Builds are left to the first call on a CPU, which has no kernels, with a Triton that was not tested in asynchronous
+    mode,
+    and where torch forks this process to compile: locks that a thread held stay locked in a fork.
     """
     gpus = sorted((device for device in devices if device.type == "cuda"), key=str)
     if not gpus or not is_installed("triton"):

@@ -1,4 +1,4 @@
-"""Inputs of a traced graph that a capture uses in place: parameters and buffers, marked tensors, and what it writes.
+"""Inputs of a traced graph that a capture uses in place: parameters, buffers, marked tensors, and written tensors.
 
 Memory is identified by a fake tensor's storage, which all its views share.
 """
@@ -39,8 +39,8 @@ def inputs_in_place(gm: GraphModule) -> frozenset[int]:
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     marked = {i for i, node in enumerate(placeholders) if node.meta.get("tensor_dict", {}).get(_STATIC)}
     storages = [set(_storages_of(node)) for node in placeholders]
-    kept = _written_storages(gm).union(*(storages[i] for i in marked))
-    return frozenset(marked | {i for i, own in enumerate(storages) if own & kept})
+    written_or_marked = _written_storages(gm).union(*(storages[i] for i in marked))
+    return frozenset(marked | {i for i, input_storages in enumerate(storages) if input_storages & written_or_marked})
 
 
 def _written_storages(gm: GraphModule) -> set[int]:
@@ -75,10 +75,10 @@ def _by_schema(node: Node) -> Iterator[Any]:
         overloads = [getattr(target, name) for name in target.overloads()]
     for overload in overloads:
         arguments = overload._schema.arguments
-        given = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+        arguments_by_name = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
         for argument in arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given:
-                yield given[argument.name]
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in arguments_by_name:
+                yield arguments_by_name[argument.name]
 
 
 def _by_name(node: Node) -> list[Any]:
@@ -93,7 +93,7 @@ def _by_name(node: Node) -> list[Any]:
 
 
 def _by_option(node: Node) -> list[Any]:
-    """Return the arguments that a Python function writes because of `inplace=True` or another option."""
+    """Return the arguments that a Python function writes because of `inplace=True` or a similar option."""
     if not isinstance(node.target, FunctionType):
         return []
     try:
@@ -101,9 +101,9 @@ def _by_option(node: Node) -> list[Any]:
     except (TypeError, ValueError):
         return []
     bound.apply_defaults()
-    given = bound.arguments
-    names = {name for option, names in _WRITING_OPTIONS.items() if _is_set(given.get(option)) for name in names}
-    return [given.get(name) for name in names]
+    values = bound.arguments
+    names = {name for option, names in _WRITING_OPTIONS.items() if _is_set(values.get(option)) for name in names}
+    return [values.get(name) for name in names]
 
 
 def _is_set(value: Any) -> bool:
@@ -121,8 +121,8 @@ def _by_subgraph(node: Node) -> Iterator[Any]:
     for graph in graphs.values():
         written = _written_storages(graph)
         inputs = list(graph.graph.find_nodes(op="placeholder"))
-        for position, own in enumerate(inputs):
-            if written.intersection(_storages_of(own)):
+        for position, argument in enumerate(inputs):
+            if written.intersection(_storages_of(argument)):
                 yield operands[position] if len(operands) == len(inputs) else list(node.all_input_nodes)
 
 
@@ -130,5 +130,5 @@ def _graph_of(leaf: Any) -> GraphModule | None:
     """Return the graph that an argument names, or None."""
     if not isinstance(leaf, Node) or leaf.op != "get_attr" or leaf.graph.owning_module is None:
         return None
-    found = functools.reduce(getattr, str(leaf.target).split("."), leaf.graph.owning_module)
-    return found if isinstance(found, GraphModule) else None
+    attribute = functools.reduce(getattr, str(leaf.target).split("."), leaf.graph.owning_module)
+    return attribute if isinstance(attribute, GraphModule) else None

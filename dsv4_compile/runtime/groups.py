@@ -20,7 +20,7 @@ from ..parallel import watchdog
 from ..parallel.boundary import check_arrived
 
 _NAMESPACES = ("_c10d_functional", "c10d", "dsv4_collectives", "symm_mem")
-"""Namespaces of ops whose last string argument names a process group."""
+"""Namespaces of ops with the name of a process group as last string argument."""
 _lock = threading.Lock()
 
 
@@ -39,7 +39,7 @@ _communicating: weakref.WeakKeyDictionary[Graph, frozenset[str]] = weakref.WeakK
 
 
 def group_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return the name of the process group in which a call of `op` communicates, or None."""
+    """Return the name of the process group that a call of `op` communicates with, or None."""
     if op.namespace not in _NAMESPACES:
         return None
     return next((arg for arg in (*reversed(args), *kwargs.values()) if isinstance(arg, str)), None)
@@ -48,7 +48,7 @@ def group_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 def replay_of(graph: Graph, groups: frozenset[str], what: str) -> Callable[[], None]:
     """Return what replays `graph`, which is freed when one of `groups` is destroyed; a later replay raises E704.
 
-    A replay after one to which a rank did not come raises E705.
+    A replay after one that not all ranks joined raises E705.
     """
     if not groups:
         return graph.replay
@@ -68,11 +68,11 @@ def replay_of(graph: Graph, groups: frozenset[str], what: str) -> Callable[[], N
 
 def release(group: str | None = None) -> int:
     """Free the captured graphs that communicate in the process group `group`, or in any; return their number."""
-    found = [graph for graph, names in tuple(_communicating.items()) if group is None or group in names]
-    for graph in found:
+    graphs = [graph for graph, names in tuple(_communicating.items()) if group is None or group in names]
+    for graph in graphs:
         del _communicating[graph]
         graph.reset()
-    return len(found)
+    return len(graphs)
 
 
 def free_before_destruction() -> None:
@@ -85,8 +85,8 @@ def free_before_destruction() -> None:
 
         @functools.wraps(destroy)
         def destroy_process_group(group: Any = None) -> None:
-            whole = group is None or group is distributed.group.WORLD
-            name = None if whole else getattr(group, "group_name", "")
+            is_world = group is None or group is distributed.group.WORLD
+            name = None if is_world else getattr(group, "group_name", "")
             if release(name) and torch.cuda.is_available():
                 torch.cuda.synchronize()
             watchdog.leave(name)

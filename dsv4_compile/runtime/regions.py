@@ -12,7 +12,7 @@ from .._compat import TracingContext, aot_autograd_result
 
 
 class Region(NamedTuple):
-    """A part of a graph: its inputs and outputs, nodes of the whole graph, and what runs it.
+    """A part of a graph: its inputs and outputs, nodes of the whole graph, and the function that runs it.
 
     `run` takes a list of inputs, which it may empty, and returns the outputs. Regions of one kind have one `run`.
     """
@@ -23,7 +23,7 @@ class Region(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One region of a program: the index of its kind, and the places of its inputs, its outputs and what is dead."""
+    """One region of a program: the index of its kind, and the slots of inputs, outputs and dead values."""
 
     kind: int
     inputs: tuple[int, ...]
@@ -34,7 +34,7 @@ class Step(NamedTuple):
 class Program(aot_autograd_result.OutputCode):  # type: ignore[misc]
     """A compiled graph that runs its regions in order. It takes its inputs as a list, which it empties.
 
-    To torch it is the output of Inductor, so it is saved and loaded with what AOTAutograd found, each kind once.
+    To torch it is the output of Inductor, so it is saved and loaded with AOTAutograd's results, each kind once.
     """
 
     def __init__(self, regions: Sequence[Region], placeholders: Mapping[Node, int], output: Node) -> None:
@@ -45,20 +45,20 @@ class Program(aot_autograd_result.OutputCode):  # type: ignore[misc]
                 places[node] = len(places)
         result = output.args[0]
         assert isinstance(result, (tuple, list))
-        self._returned = [places[each] if isinstance(each, Node) else None for each in result]
-        self._constants = [None if isinstance(each, Node) else each for each in result]
+        self._returned = [places[value] if isinstance(value, Node) else None for value in result]
+        self._constants = [None if isinstance(value, Node) else value for value in result]
         self._size = len(places)
         kinds = {id(region.run): region.run for region in regions}
         index = {identity: i for i, identity in enumerate(kinds)}
         self.kinds: list[Any] = list(kinds.values())
-        last = {place: i for i, region in enumerate(regions) for place in (places[node] for node in region.inputs)}
-        kept = {place for place in self._returned if place is not None}
+        last = {slot: i for i, region in enumerate(regions) for slot in (places[node] for node in region.inputs)}
+        returned_slots = {slot for slot in self._returned if slot is not None}
         self.steps = tuple(
             Step(
                 index[id(region.run)],
                 tuple(places[node] for node in region.inputs),
                 tuple(places[node] for node in region.outputs),
-                tuple(place for place, at in last.items() if at == i and place not in kept),
+                tuple(slot for slot, at in last.items() if at == i and slot not in returned_slots),
             )
             for i, region in enumerate(regions)
         )
@@ -68,14 +68,14 @@ class Program(aot_autograd_result.OutputCode):  # type: ignore[misc]
         held = [*inputs, *[None] * (self._size - len(inputs))]
         inputs.clear()
         for step in self.steps:
-            given = [held[place] for place in step.inputs]
-            for place in step.dead:
-                held[place] = None
-            for place, value in zip(step.outputs, self.kinds[step.kind](given), strict=True):
-                held[place] = value
+            inputs_of_step = [held[slot] for slot in step.inputs]
+            for slot in step.dead:
+                held[slot] = None
+            for slot, value in zip(step.outputs, self.kinds[step.kind](inputs_of_step), strict=True):
+                held[slot] = value
         return [
-            constant if place is None else held[place]
-            for place, constant in zip(self._returned, self._constants, strict=True)
+            constant if slot is None else held[slot]
+            for slot, constant in zip(self._returned, self._constants, strict=True)
         ]
 
     def prepare_for_serialization(self) -> None:
@@ -85,7 +85,7 @@ class Program(aot_autograd_result.OutputCode):  # type: ignore[misc]
             kind.pre_save()
 
     def post_compile(self, _: Sequence[Any], __: Any, graph_kwargs: Any) -> None:
-        """Load each kind that was saved. torch calls this on what it has read from its cache, and never before."""
+        """Load each kind that was saved. torch calls this on objects from its cache, and never before."""
         with without_output_strides():
             # Examples would tell torch strides of outputs alone.
             self.kinds = [kind.post_compile(kind.load(()), graph_kwargs) for kind in self.kinds]

@@ -137,13 +137,13 @@ def write_out(gm: GraphModule, example_inputs: Sequence[Any]) -> Written:
     marks: list[Any] = [node for node in graph.nodes if _mark_of(node) is repeat_layer]
     repeats: dict[Node, tuple[int, int]] = {mark: (mark.args[2], mark.args[1]) for mark in marks}
     more: list[Tensor] = []
-    own: list[list[list[Node]]] = []
+    inputs_of_repeats: list[list[list[Node]]] = []
     begun: dict[int, Any] = {index: layer.begin.args for index, layer in layers.items()}
-    for place, tensors in enumerate(handed.get(), 1):
+    for position, tensors in enumerate(handed.get(), 1):
         fakes = list(_faked(tensors))
-        own.append(_add_inputs(graph, [(begun[i][place], i, j) for i, j in repeats.values()], fakes))
+        inputs_of_repeats.append(_add_inputs(graph, [(begun[i][position], i, j) for i, j in repeats.values()], fakes))
         more += fakes
-    for (node, (first, index)), weights, caches in zip(repeats.items(), *own, strict=True):
+    for (node, (first, index)), weights, caches in zip(repeats.items(), *inputs_of_repeats, strict=True):
         node.replace_all_uses_with(_copy(layers[first], node, [*weights, *caches], first, index))
         graph.erase_node(node)
     for layer in layers.values():
@@ -171,16 +171,16 @@ def _copied(gm: GraphModule) -> Graph:
 
 
 def _module(gm: GraphModule, graph: Graph) -> GraphModule:
-    """Return a module like `gm` with another graph, and like it without generated code until that is needed."""
-    found = copy.copy(gm)
+    """Return a module like `gm` with a new graph, and like it without generated code until that is needed."""
+    copied = copy.copy(gm)
     gm.graph.owning_module = gm
-    found.graph = graph
-    vars(found).update({name: value for name, value in vars(gm).items() if name not in vars(found)})
-    return found
+    copied.graph = graph
+    vars(copied).update({name: value for name, value in vars(gm).items() if name not in vars(copied)})
+    return copied
 
 
 def _traced_layers(graph: Graph) -> dict[int, _Layer]:
-    found: dict[int, _Layer] = {}
+    layers: dict[int, _Layer] = {}
     begin: Node | None = None
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -190,11 +190,11 @@ def _traced_layers(graph: Graph) -> dict[int, _Layer]:
         elif mark is end_layer:
             assert begin is not None
             index: Any = node.args[1]
-            found[index] = _Layer(begin, node, nodes)
+            layers[index] = _Layer(begin, node, nodes)
             begin = None
         elif begin is not None:
             nodes.append(node)
-    return found
+    return layers
 
 
 def _check_closed(layer: _Layer) -> None:
@@ -214,7 +214,7 @@ def _check_closed(layer: _Layer) -> None:
 
 
 def _faked(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield fake tensors like `tensors`, of the mode in which the graph is compiled."""
+    """Yield fake tensors like `tensors`, of the mode that the graph is compiled with."""
     context = TracingContext.try_get()
     check(context is not None, "E208", got="a graph with repeated layers outside of Dynamo")
     for tensor in tensors:
@@ -244,8 +244,8 @@ def _add_inputs(
             name, old = str(twin.target).replace(f"_{first}_", f"_{index}_", 1), str(twin.target)
             with graph.inserting_after(last):
                 last = graph.placeholder(name if name != old else f"{old}_{index}")
-            kept = {key: value for key, value in twin.meta.items() if key != "grapharg"}
-            last.meta = {**kept, "example_value": value}
+            meta = {key: value for key, value in twin.meta.items() if key != "grapharg"}
+            last.meta = {**meta, "example_value": value}
             last._dynamo_source = None  # type: ignore[attr-defined]
             group.append(last)
         groups.append(group)
@@ -254,14 +254,14 @@ def _add_inputs(
     return groups
 
 
-def _copy(layer: _Layer, mark: Node, own: Sequence[Node], first: int, index: int) -> Node:
-    """Copy a traced layer before `mark`, with the streams of `mark` and the tensors `own`; return its result."""
+def _copy(layer: _Layer, mark: Node, tensors: Sequence[Node], first: int, index: int) -> Node:
+    """Copy a traced layer before `mark`, with the streams of `mark` and the tensors `tensors`; return its result."""
     _, weights, caches, *_ = layer.begin.args
     theirs: list[Any] = [*weights, *caches]  # type: ignore[misc]
-    copies: dict[Node, Any] = {layer.begin: mark.args[0], **dict(zip(theirs, own, strict=True))}
+    copies: dict[Node, Any] = {layer.begin: mark.args[0], **dict(zip(theirs, tensors, strict=True))}
     with mark.graph.inserting_before(mark):
         for node in layer.nodes:
-            copies[node] = mark.graph.node_copy(node, lambda each: copies.get(each, each))
+            copies[node] = mark.graph.node_copy(node, lambda original: copies.get(original, original))
             copies[node].meta["nn_module_stack"] = _moved(node.meta.get("nn_module_stack") or {}, first, index)
     result: Any = layer.end.args[0]
     return copies[result]  # type: ignore[no-any-return]

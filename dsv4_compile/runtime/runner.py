@@ -56,14 +56,14 @@ class DecodeRunner(AtFixedAddresses):
     first time.
 
     Args:
-        step: `step(*inputs, metadata, caches)` -> tensors whose first dim is the tokens; compile it with
-            `torch.compile(..., backend="dsv4")` and without graphs of its own (E424). It must not wait for the device
+        step: `step(*inputs, metadata, caches)` -> tensors with the tokens as first dim; compile it with
+            `torch.compile(..., backend="dsv4")` and without CUDA graphs (E424). It must not wait for the device
             (E422), and must give the same tensors for the same batch. If it is a Module, compiled or not, the addresses
             of all parameters and buffers are compared too.
         buffers: the persistent metadata; the captured graph refreshes it from `buffers`' inputs.
         inputs: further persistent inputs `[max_num_batched_tokens, ...]` by name, in the order of `step`'s arguments.
-            Their padding rows are zeroed, so they must not share them with a cache or another input (E201).
-        caches: what `step` writes in place: `PagedCaches.layers`, or any nest of lists, dicts and dataclasses.
+            Their padding rows are zeroed, so they must not share them with a cache or other inputs (E201).
+        caches: tensors that `step` writes in place: `PagedCaches.layers`, or any nest of lists, dicts and dataclasses.
         buckets: numbers of tokens to capture, prefill sizes included if they are worth a graph (None =
             `padded_buckets(max_num_seqs * tokens_each, tokens_each)`).
         tokens_each: tokens of a request in a decode: 1 + the number of speculated ones.
@@ -117,7 +117,7 @@ class DecodeRunner(AtFixedAddresses):
         self._held = 0
 
     def _captured_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors whose addresses a capture holds, by name."""
+        """Return all tensors that a capture holds the addresses of, by name."""
         module = getattr(self._step, "_orig_mod", self._step)
         named = self.inputs.named() | {f"metadata {name}": tensor for name, tensor in self.buffers.tensors.items()}
         return named | named_tensors(self.caches, "caches") | named_tensors(module, "step")
@@ -193,7 +193,7 @@ class DecodeRunner(AtFixedAddresses):
             num_reqs: in place of `num_tokens`, the number of requests of `tokens_each` tokens.
             inputs: `[num_tokens, ...]` by name, copied into the persistent inputs first.
 
-        One launch, and one more for each input whose rows do not fill the bucket. E204 over capacity, E421 for a
+        One launch, and one more for each input with fewer rows than the bucket. E204 over capacity, E421 for a
         buffer that moved, E427 before warm_up, E429 (debug) for padding without its pad value.
         """
         self.check_process()
@@ -214,7 +214,7 @@ class DecodeRunner(AtFixedAddresses):
     def run(self, steps: int, num_reqs: int) -> tuple[Tensor, Tensor]:
         """Decode `steps` steps of the first `num_reqs` requests of the batch in `buffers`, `tokens_each` tokens each.
 
-        With the greedy sampler each step is one launch, and the host waits for nothing. With another sampler the host
+        With the greedy sampler each step is one launch, and the host waits for nothing. With any other sampler the host
         calls it and one op between steps. Lengths, positions and slots advance on the device. A request that runs out
         of reserved tokens becomes padding and leaves its length in `buffers.tensors["overflow"]`. After the run the
         buffers describe the next step.
@@ -275,7 +275,8 @@ class DecodeRunner(AtFixedAddresses):
         return step_call(self._step, self.buffers, self.inputs, self.caches, size)
 
     def captured_call(self, num_tokens: int | None = None) -> tuple[StepFunction, Callable[[], Any], str]:
-        """Return the step, and what the bucket of `num_tokens` captures with its name, for tools that capture it anew.
+        """Return the step, the call that the bucket of `num_tokens` captures and its name, for tools that capture it
+        anew.
 
         The rows after the batch are zeroed. None is the smallest bucket; E204 above the largest.
         """

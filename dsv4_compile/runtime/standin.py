@@ -5,7 +5,7 @@ they wrote. A replay runs the ops again on the same memory and copies the new re
 as on a GPU, host values are frozen, an input that moved is not followed, and a stale row is read.
 
 C++ code that Inductor generated does not pass through the dispatcher. Graphs of `backend="dsv4"` are recorded whole;
-those of another backend raise E422.
+those of other backends raise E422.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _RecordedCall:
     call: Callable[..., Any]
     args: Any
     kwargs: Any
-    made: dict[int, Tensor]
+    new_tensors: dict[int, Tensor]
 
 
 class StandInGraphs(AtFixedAddresses):
@@ -143,21 +143,21 @@ class Recorder(TransparentMode):
     def _add(self, call: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
         inputs = {t.untyped_storage().data_ptr(): t for t in _tensors((args, kwargs))}
         self._outside |= {a: t.untyped_storage() for a, t in inputs.items() if a not in self._own}
-        made: dict[int, Tensor] = {}
+        new_tensors: dict[int, Tensor] = {}
         for index, leaf in enumerate(pytree.tree_leaves(out)):
             if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in inputs:
-                made[index] = leaf
+                new_tensors[index] = leaf
                 self._own.add(leaf.untyped_storage().data_ptr())
                 self.allocated += leaf.untyped_storage().nbytes()
-        self.calls.append(_RecordedCall(call, *_aliased(args, kwargs), made))
+        self.calls.append(_RecordedCall(call, *_aliased(args, kwargs), new_tensors))
 
     def _save(self, written: Any) -> None:
         for tensor in _tensors(written):
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
-            place = address, storage.nbytes()
-            if address not in self._own and place not in self._saved:
-                self._saved[place] = storage, storage.clone()
+            memory = address, storage.nbytes()
+            if address not in self._own and memory not in self._saved:
+                self._saved[memory] = storage, storage.clone()
 
     def undo(self) -> None:
         """Restore memory that the recorded ops wrote and did not allocate: a capture executes nothing."""
@@ -191,10 +191,10 @@ class Recorder(TransparentMode):
         for recorded in self.calls:
             leaves = pytree.tree_leaves(recorded.call(*recorded.args, **recorded.kwargs))
             collective = getattr(recorded.call, "namespace", "") == _COLLECTIVES
-            for index, made in recorded.made.items():
+            for index, recorded_tensor in recorded.new_tensors.items():
                 # The recorded wait is for the first result, not for this one.
                 leaf = functional_collectives.wait_tensor(leaves[index]) if collective else leaves[index]
-                without_repeats(made).copy_(without_repeats(leaf))
+                without_repeats(recorded_tensor).copy_(without_repeats(leaf))
 
 
 def _aliased(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -205,11 +205,11 @@ def _aliased(args: Any, kwargs: Any) -> tuple[Any, Any]:
     owners: dict[int, Tensor] = {}
 
     def alias(tensor: Tensor) -> Tensor:
-        whole = owner(tensor)
-        own = owners.setdefault(id(whole), whole.detach())
-        if whole is tensor:
-            return own
-        return view_at(own, byte_range(tensor)[0], tensor.dtype, tensor.shape, tensor.stride())
+        base = owner(tensor)
+        detached = owners.setdefault(id(base), base.detach())
+        if base is tensor:
+            return detached
+        return view_at(detached, byte_range(tensor)[0], tensor.dtype, tensor.shape, tensor.stride())
 
     aliased: tuple[Any, Any] = pytree.tree_map_only(Tensor, alias, (args, kwargs))
     return aliased

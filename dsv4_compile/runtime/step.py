@@ -113,7 +113,7 @@ class StepInputs(dict[str, Tensor]):
         return {f"input {name}": tensor for name, tensor in self.items()}
 
     def check_memory(self, caches: Mapping[str, Tensor], buffers: MetadataBuffers) -> None:
-        """Raise E201 for an input whose padding rows, which are zeroed, hold what the batch needs.
+        """Raise E201 for an input if its padding rows, which are zeroed, hold data that the batch needs.
 
         An input may be metadata with a row for each token, such as `input_ids`, and inputs may be the same rows.
         """
@@ -136,19 +136,19 @@ class StepInputs(dict[str, Tensor]):
         return [tensor[:size] for tensor in self.values()]
 
     def copy_in(self, name: str, value: Tensor, tokens: int) -> None:
-        """Fill the first `tokens` rows of input `name`. E201 for another name, shape or dtype."""
+        """Fill the first `tokens` rows of input `name`. E201 for an unknown name, or a wrong shape or dtype."""
         rule, fix = f"inputs are {', '.join(self)}", "pass one of them, as named in DecodeRunner(inputs=...)"
         check(name in self, "E201", got=f"input {name!r}", rule=rule, fix=fix)
-        own = self[name]
+        buffer = self[name]
         if not isinstance(value, Tensor) or value.is_meta:
             fail("E201", got=f"{name}={shown(value)}", rule=f"{name} is a tensor with values", fix="pass such a tensor")
         check(
-            value.shape == (tokens, *own.shape[1:]) and value.dtype == own.dtype,
+            value.shape == (tokens, *buffer.shape[1:]) and value.dtype == buffer.dtype,
             "E201",
             got=f"{name} {value.dtype} {list(value.shape)}",
-            rule=f"{name} is {own.dtype} {[tokens, *own.shape[1:]]} in a step of {tokens} tokens",
+            rule=f"{name} is {buffer.dtype} {[tokens, *buffer.shape[1:]]} in a step of {tokens} tokens",
         )
-        own[:tokens].copy_(value)
+        buffer[:tokens].copy_(value)
 
     def pad(self, tokens: int, bucket: int) -> None:
         """Zero rows `tokens` to `bucket`."""
@@ -188,15 +188,15 @@ def no_requests(buffers: MetadataBuffers) -> Iterator[None]:
 
 def token_tensors(metadata: AttentionMetadata) -> list[Tensor]:
     """Return the tensors of `metadata` with one row for each token; block tables have one for each request."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for field in fields(metadata):
         value = getattr(metadata, field.name)
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif value is not None:
-            parts = {part.name: getattr(value, part.name) for part in fields(value)}
-            found += [t for name, t in parts.items() if t is not None and not name.endswith("block_table")]
-    return found
+            parts = {declared.name: getattr(value, declared.name) for declared in fields(value)}
+            tensors += [t for name, t in parts.items() if t is not None and not name.endswith("block_table")]
+    return tensors
 
 
 def check_outputs(outputs: Any, size: int) -> None:

@@ -1,7 +1,7 @@
 """The warm-up of a process, after which `dsv4.strict="after_warmup"` turns late work into E430.
 
-Warm-up ends with the first block of `warming_up`, or the first `DecodeRunner.warm_up`, before whose end a graph was
-compiled with that option. A further block suspends the rule. torch.compiler.reset() starts warm-up anew.
+Warm-up ends with the first `warming_up` block or `DecodeRunner.warm_up` that ends after a graph was compiled with that
+option. A further block suspends the rule. torch.compiler.reset() starts warm-up anew.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class _Call:
         return dict(zip(("T", "G", "D"), self.dims("streams"), strict=True)) | {"e": self.size("streams")}
 
     def row(self, dim: int, like: str, cache_format: str = "cache_format") -> dict[str, int]:
-        """Of a cache whose plain rows are as wide as elements of `like`."""
+        """Bytes of a row; plain rows are as wide as elements of `like`."""
         return {"row": costs.row_bytes(self.arguments[cache_format], dim, self.size(like))}
 
     @property
@@ -60,19 +60,19 @@ def of(op: str, arguments: Mapping[str, Any]) -> costs.Cost | None:
         return None
     call = _Call(arguments)
     try:
-        found = costs.of(op, **{name: size for name, size in _SIZES[op](call).items() if name in costs.sizes(op)})
+        cost = costs.of(op, **{name: size for name, size in _SIZES[op](call).items() if name in costs.sizes(op)})
         parts = _PARTS[op](call) if op in _PARTS else []
     except (ValueError, ZeroDivisionError):  # a size without a number, or sums of nothing
         return None
-    each = [found, *parts]
-    return costs.Cost(sum(part.bytes for part in each), sum(part.flops for part in each), found.operands)
+    terms = [cost, *parts]
+    return costs.Cost(sum(term.bytes for term in terms), sum(term.flops for term in terms), cost.operands)
 
 
 def _number(size: Any) -> int:
-    found = size if isinstance(size, int) else getattr(size.node, "hint", None)
-    if found is None:
+    number = size if isinstance(size, int) else getattr(size.node, "hint", None)
+    if number is None:
         raise ValueError(f"no number is known of {size}")
-    return int(found)
+    return int(number)
 
 
 def _insert(call: _Call) -> dict[str, int]:
@@ -82,14 +82,14 @@ def _insert(call: _Call) -> dict[str, int]:
 
 def _compressors(call: _Call) -> list[costs.Cost]:
     """What the compressors of a `preprocess_insert` add to it."""
-    found = []
+    parts = []
     for prefix, cache_format in (("", "cache_format"), ("indexer_", "indexer_cache_format")):
         if call.arguments.get(f"{prefix}kv_score") is not None:
             tokens, width = call.dims(f"{prefix}kv_score")
-            found.append(costs.of("save_partial_states", T=tokens, width=width))
+            parts.append(costs.of("save_partial_states", T=tokens, width=width))
             sizes = _pooled(call, tokens, width, f"{prefix}norm_weight", cache_format)
-            found.append(costs.of("compress_norm_rope_insert", **sizes))
-    return found
+            parts.append(costs.of("compress_norm_rope_insert", **sizes))
+    return parts
 
 
 def _beside(call: _Call) -> list[costs.Cost]:
@@ -101,7 +101,7 @@ def _beside(call: _Call) -> list[costs.Cost]:
 
 
 def _other_results(call: _Call) -> list[costs.Cost]:
-    """What padded or quantised queries move beside as many of their own dtype: less than nothing, where they do."""
+    """Bytes added, or saved, by padded or quantised queries."""
     (tokens, heads, dim), e = call.dims("q"), call.size("q")
     padded = max(heads, call.arguments.get("padded_heads", 0))
     written = padded * (e if call.arguments.get("q_scale") is None else 1)
@@ -109,7 +109,7 @@ def _other_results(call: _Call) -> list[costs.Cost]:
 
 
 def _other_queries(call: _Call) -> list[costs.Cost]:
-    """What queries of an indexer move beside those in e4m3: less than nothing in MXFP4, scales included."""
+    """Bytes that an indexer's queries add to those of e4m3; negative for MXFP4, scales included."""
     (tokens, heads, dim), fmt = call.dims("q"), call.arguments["cache_format"]
     more = dim * (call.size("q") - 1) if fmt == "plain" else 0
     if fmt == "indexer_mxfp4":
@@ -118,7 +118,7 @@ def _other_queries(call: _Call) -> list[costs.Cost]:
 
 
 def _wide_results(call: _Call) -> list[costs.Cost]:
-    """What a product in float32 moves beside one in the dtype of x."""
+    """Bytes that a float32 result adds to one in the dtype of x."""
     if not call.arguments.get("float32", False):
         return []
     rows, k = call.dims("weight")
@@ -128,14 +128,14 @@ def _wide_results(call: _Call) -> list[costs.Cost]:
 
 def _bytes(call: _Call, *names: str) -> int:
     """Bytes of tensors, of those that are given."""
-    given = [name for name in names if call.arguments.get(name) is not None]
-    return sum(math.prod(call.dims(name)) * call.size(name) for name in given)
+    present = [name for name in names if call.arguments.get(name) is not None]
+    return sum(math.prod(call.dims(name)) * call.size(name) for name in present)
 
 
 def _experts(call: _Call) -> dict[str, int]:
     (experts, rows, _), (_, top_k) = call.dims("w13"), call.dims("ids")
-    each = _bytes(call, "w13", "w2", "w13_scale", "w2_scale") // experts
-    return call.of_rows("x") | {"K": top_k, "N": experts, "L": rows // 2, "row": each}
+    row_bytes = _bytes(call, "w13", "w2", "w13_scale", "w2_scale") // experts
+    return call.of_rows("x") | {"K": top_k, "N": experts, "L": rows // 2, "row": row_bytes}
 
 
 def _shared_expert(call: _Call) -> list[costs.Cost]:
@@ -149,7 +149,8 @@ def _shared_expert(call: _Call) -> list[costs.Cost]:
 
 
 def _other_gate(call: _Call) -> list[costs.Cost]:
-    """What a router reads beside a gate in the dtype of x and a bias: a wider gate, or a token id and a table's row."""
+    """Bytes that a router reads more than a gate in the dtype of x and a bias: a wider gate, or a token id and a
+    row."""
     (experts, size), tokens = call.dims("gate"), call.dims("x")[0]
     more = experts * size * (call.size("gate") - call.size("x"))
     if call.arguments.get("bias") is None:
@@ -160,7 +161,7 @@ def _other_gate(call: _Call) -> list[costs.Cost]:
 
 
 def _pooled(call: _Call, tokens: int, width: int, weight: str, cache_format: str) -> dict[str, int]:
-    """Sizes of compressed entries, of which every state row holds values and scores of one or two groups."""
+    """Sizes of compressed entries; a state row holds values and scores of one or two groups."""
     (dim,), ratio = call.dims(weight), call.arguments["ratio"] or layout.CSA_RATIO
     closing = {"T": tokens, "C": layout.cdiv(tokens, ratio), "W": ratio * width // (2 * dim), "D": dim}
     return closing | call.row(dim, weight, cache_format)
@@ -172,8 +173,8 @@ def _scored(call: _Call) -> dict[str, int]:
         q["D"] *= 2  # two codes a byte
     requests, pages = call.dims("block_table")
     entries = pages * call.arguments["block_size"]
-    found = q | {"L": entries, "C": min(q["T"], requests) * entries, "K": call.arguments.get("topk", 0)}
-    return found | call.row(q["D"], "q")
+    sizes = q | {"L": entries, "C": min(q["T"], requests) * entries, "K": call.arguments.get("topk", 0)}
+    return sizes | call.row(q["D"], "q")
 
 
 def _attended(call: _Call) -> dict[str, int]:
@@ -187,8 +188,8 @@ def _ragged(call: _Call) -> dict[str, int]:
     q, keys = call.of_heads("q"), call.dims("indices")[0]
     if call.arguments.get("extra_indices") is not None:
         keys += call.dims("extra_indices")[0]
-    found = q | {"K": layout.cdiv(keys, max(1, q["T"]))}
-    return found | ({"S": call.dims("kv")[0]} if "kv" in call.arguments else call.row(q["D"], "q"))
+    sizes = q | {"K": layout.cdiv(keys, max(1, q["T"]))}
+    return sizes | ({"S": call.dims("kv")[0]} if "kv" in call.arguments else call.row(q["D"], "q"))
 
 
 def _grouped(call: _Call) -> dict[str, int]:
@@ -211,7 +212,7 @@ def _gathered(call: _Call) -> dict[str, int]:
 
 
 def _indices(name: str) -> Callable[[_Call], dict[str, int]]:
-    """Sizes of `[T, ..., K]` indices, of which an op may read `topk`, and of the window where there is one."""
+    """Sizes of `[T, ..., K]` indices, at most `topk` of them read, and of the window where there is one."""
 
     def sizes(call: _Call) -> dict[str, int]:
         dims = call.dims(name)
@@ -226,8 +227,8 @@ def _product(x: str, weight: str, scale: str = "") -> Callable[[_Call], dict[str
     def sizes(call: _Call) -> dict[str, int]:
         (rows, k), dims = call.dims(weight), call.dims(x)
         groups = call.arguments.get("groups", dims[1] if scale == "b_scale" else 1)
-        found = {"T": math.prod(dims) // (groups * k), "G": groups, "N": rows // groups, "K": k, "e": call.size(x)}
-        return found | ({"s": call.size(scale)} if scale else {})
+        result = {"T": math.prod(dims) // (groups * k), "G": groups, "N": rows // groups, "K": k, "e": call.size(x)}
+        return result | ({"s": call.size(scale)} if scale else {})
 
     return sizes
 
@@ -297,4 +298,4 @@ _PARTS: Mapping[str, Callable[[_Call], list[costs.Cost]]] = {
     "indexer_topk_slots": _other_queries,
     "indexer_logits_topk_ragged": _other_queries,
 }
-"""What an op does besides, or otherwise, where it has been asked to."""
+"""Costs that optional arguments of an op add."""

@@ -1,6 +1,6 @@
 """Results of the self-checks of kernels on this machine, in a file of torch's compile cache.
 
-A kernel is proven with one version of Triton. With another, each op runs once against its reference, see
+A kernel is proven with one version of Triton. With any other version, each op runs once against its reference, see
 `testing.self_check`; the results are kept by architecture, versions of torch and Triton, and state of the kernels.
 """
 
@@ -52,11 +52,11 @@ def results(architecture: str, kernels: str) -> dict[str, str]:
     path = path_of(architecture, kernels)
     unsaved = _unsaved.get(path, {})
     try:
-        found = json.loads(_files.read_private(path, _MOST_BYTES))
+        saved = json.loads(_files.read_private(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return dict(unsaved)
-    kept = {str(op): str(why) for op, why in found.items()} if isinstance(found, dict) else {}
-    return kept | unsaved
+    reasons = {str(op): str(why) for op, why in saved.items()} if isinstance(saved, dict) else {}
+    return reasons | unsaved
 
 
 def add(architecture: str, kernels: str, found: Mapping[str, str]) -> None:

@@ -3,9 +3,9 @@
     cost = costs.of("fp8_linear", T=8, K=4096, N=1536)      # 6.4 MB, 0.1 GFLOP
     costs.floor_us(cost, costs.H200)                        # 1.48 us: no implementation is faster
 
-Bytes are what is read, once, and what is written: arguments and results, and of a cache or a table the rows that a call
-touches. Flops are those of GEMMs and of the score; a norm or a rotation costs nothing beside its bytes.
-Sizes that are not given stay symbols, so that a cost can be looked at, compared and differentiated.
+Bytes are those of arguments, read once, and of results; a cache or a table counts with the rows that a call touches.
+Flops are those of GEMMs and of the score; a norm or a rotation costs bytes alone. Sizes that are not given stay
+symbols, so that a cost can be looked at, compared and differentiated.
 
 Symbols: T tokens, R requests, H heads, D head dim, G groups, N output features (of a group), K input features (of a
 group), or keys that a token selects, S rows of a gathered workspace, L logits of a token, C cached entries that a step
@@ -78,14 +78,14 @@ def floor_us(cost: Cost, machine: Machine, launches: int = 0) -> float:
 
 
 def names() -> tuple[str, ...]:
-    """The ops whose cost is known."""
+    """The ops with a known cost."""
     return tuple(_TABLE)
 
 
 def sizes(op: str) -> tuple[str, ...]:
     """Names of the sizes that the cost of `op` depends on."""
-    found = {symbol.name for part in _expressions(op) for symbol in part.free_symbols}
-    return tuple(symbol.name for symbol in _SYMBOLS if symbol.name in found)
+    symbols = {symbol.name for expression in _expressions(op) for symbol in expression.free_symbols}
+    return tuple(symbol.name for symbol in _SYMBOLS if symbol.name in symbols)
 
 
 def of(op: str, **given: int | sympy.Expr) -> Cost:
@@ -99,14 +99,14 @@ def of(op: str, **given: int | sympy.Expr) -> Cost:
     check(not low, "E201", got=f"sizes {low} of {op}", rule="a size is at least 0", fix="pass sizes of at least 0")
     sizes_given = _DEFAULTS | given
     values = {symbol: sizes_given[symbol.name] for symbol in _SYMBOLS if symbol.name in sizes_given}
-    bytes_, flops = (part.subs(values) for part in _expressions(op))
-    bytes_, flops = (int(part) if part.is_Integer else part for part in (bytes_, flops))
+    bytes_, flops = (expression.subs(values) for expression in _expressions(op))
+    bytes_, flops = (int(expression) if expression.is_Integer else expression for expression in (bytes_, flops))
     return Cost(bytes_, flops, "e4m3" if op in _E4M3_PRODUCTS else "bfloat16")
 
 
 def beside(T: int, K: int, N: int, M: int, e: int = 2) -> Cost:
-    """What a `fp8_linear` of `[N, K]` must do more for a floating weight `[M, K]` beside: results are float32, those of
-    both, and x, of `e` bytes as that weight, is read once."""
+    """Cost that a second, floating weight `[M, K]` adds to a `fp8_linear` of `[N, K]`: both results are float32, and x,
+    of `e` bytes an element as that weight, is read once."""
     return Cost(T * (N * (_FLOAT32 - e) + M * _FLOAT32) + e * M * K, 2 * T * M * K)
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:  # importing costs imports sympy, most of what this package would add to `import torch`
+if TYPE_CHECKING:  # importing costs imports sympy, most of the time that this package would add to `import torch`
     from .costs import Cost
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ class Decision:
     measured_us: float | None = None
 
     def __str__(self) -> str:
-        place = f" at {self.where}" if self.where else ""
-        return f"{self.op}{place}: {self.impl} ({self.reason})"
+        location = f" at {self.where}" if self.where else ""
+        return f"{self.op}{location}: {self.impl} ({self.reason})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,13 @@ class Fusion:
     where: str = ""
 
     def __str__(self) -> str:
-        place = f" at {self.where}" if self.where else ""
+        location = f" at {self.where}" if self.where else ""
         verb = "fused into" if self.fused else "not fused into"
-        return f"{' + '.join(self.ops)}{place}: {verb} {self.into} ({self.reason})"
+        return f"{' + '.join(self.ops)}{location}: {verb} {self.into} ({self.reason})"
 
 
 class Decisions(list[Decision]):
-    """Decisions in graph order, and beside them the `fusions` that came before."""
+    """Decisions in graph order, with the preceding `fusions` as an attribute."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ logarithm, decides, among rows of as many heads where there are such. Without on
 dim counts with the size it was traced with; a graph from torch's compile cache keeps the choice made then. Ops that
 could be one op are merged unless the table knows all of them, and the merged one as slower than they are together.
 
-An op is measured alone. Inductor IR may gain more from fusing with what comes before and after than it loses here:
+An op is measured alone. Inductor IR may gain more from fusing with the ops before and after it than it loses here:
 `dsv4.impl.<op>` says so for one op.
 """
 
@@ -23,7 +23,7 @@ from .._files import replace_rows
 
 RECORD = Path(__file__).with_name("measured.json")
 CANDIDATES = ("ir", "triton")
-"""The implementations that are compared; the reference is no choice where there is another."""
+"""The implementations that are compared; the reference is used only where there is no other."""
 
 
 @functools.cache
@@ -51,14 +51,14 @@ def nearest(
         sizes = alike or sizes
     if not sizes:
         return None
-    found = min(sizes, key=lambda row: abs(math.log(row["elements"] / max(1, elements))))
-    if not 1 / within <= found["elements"] / max(1, elements) <= within:
+    closest = min(sizes, key=lambda row: abs(math.log(row["elements"] / max(1, elements))))
+    if not 1 / within <= closest["elements"] / max(1, elements) <= within:
         return None
-    return {name: found[f"{name}_us"] for name in impls}
+    return {name: closest[f"{name}_us"] for name in impls}
 
 
 def update(record: Mapping[str, Any]) -> int:
-    """Put what a record of `bench.run` says into the table, in place of what is known of these ops on that machine.
+    """Put the rows of a record of `bench.run` into the table, in place of the rows of these ops on that machine.
 
     Returns how many sizes it has of both implementations. Sizes of one alone say whether merging ops pays.
     """
@@ -75,8 +75,8 @@ def update(record: Mapping[str, Any]) -> int:
     replaced = {(row["op"], row["architecture"]) for row in rows}
     # Read anew: runs side by side have written theirs since.
     _entries.cache_clear()
-    kept = [row for row in _entries() if (row["op"], row["architecture"]) not in replaced]
+    remaining = [row for row in _entries() if (row["op"], row["architecture"]) not in replaced]
     # Half a table would stop whatever compiles.
-    replace_rows(RECORD, "measured", [*kept, *rows])
+    replace_rows(RECORD, "measured", [*remaining, *rows])
     _entries.cache_clear()
     return sum(len(us) == len(CANDIDATES) for us in times.values())

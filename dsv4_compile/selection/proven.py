@@ -1,13 +1,13 @@
-"""Which implementation of which op has passed its tests on which GPU: `auto` chooses nothing else there.
+"""Implementations of ops that have passed their tests on a GPU: `auto` chooses nothing else there.
 
 Kernels are tested everywhere in the interpreter and compiled ahead of time, which says nothing of races, alignment or
-a compiler's mistakes on the chip. So hardware is a test of its own. `proven.json` is its record, written by
+a compiler's mistakes on the chip. So tests on hardware are separate. `proven.json` is its record, written by
 `python tests/gpu/prove.py` on the machine that ran it; an implementation that is not in it can still be asked for by
 name. A CPU needs no entry: all that runs there is tested on every change.
 
 A row of a kernel holds the fingerprint that `fingerprints.json` had when it was proven. A test compares that table
-with the code, so a kernel whose fingerprints differ has changed since. A kernel that was proven with another Triton is
-used after a self-check here, see `checked`.
+with the code, so a kernel with different fingerprints has changed since. A kernel that was proven with a different
+Triton is used after a self-check here, see `checked`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def fingerprint(op: str, architecture: str) -> str:
     target = architecture.split()[-1]
     if target in columns:
         return str(columns[target].get(op, ""))
-    found = [column.get(op, "") for _, column in sorted(columns.items())]
-    return hashlib.sha256(" ".join(found).encode()).hexdigest()[:16] if all(found) else ""
+    hashes = [column.get(op, "") for _, column in sorted(columns.items())]
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:16] if all(hashes) else ""
 
 
 def tested_with(architecture: str) -> set[str]:
@@ -91,7 +91,7 @@ def _why_unproven(impl: str, op: str, architecture: str) -> str:
 
 
 def _why_unchecked(impl: str, op: str, architecture: str, proven_with: str) -> str:
-    """Return why a kernel that was proven with another Triton is not used with this one, or ""."""
+    """Return why a kernel that was proven with a different Triton is not used with this one, or ""."""
     why = checked.results(architecture, table_digest()).get(op)
     versions = f"proven with Triton {proven_with}, not with {_release(triton_version())}"
     if why is None:
@@ -100,13 +100,13 @@ def _why_unchecked(impl: str, op: str, architecture: str, proven_with: str) -> s
 
 
 def to_check(architecture: str) -> list[str]:
-    """Return the ops whose kernels were proven as they are with another Triton and that have not been checked here."""
+    """Return the ops with kernels proven as they are with a different Triton and not checked here."""
     done = checked.results(architecture, table_digest())
     return [op for op in checkable(architecture) if op not in done]
 
 
 def checkable(architecture: str) -> list[str]:
-    """Return the ops whose kernels were proven as they are, with another Triton than the installed one."""
+    """Return the ops with kernels proven as they are with a different Triton than the installed one."""
     installed = _release(triton_version())
     return sorted(
         op
@@ -129,7 +129,8 @@ def forget() -> None:
 
 
 def state(architecture: str) -> Any:
-    """Return what decides on `architecture` beside the files of the package: a part of the keys of compile caches."""
+    """Return the state, apart from the package's files, that affects choices on `architecture`: a part of cache
+    keys."""
     return _trusted.get(), sorted(checked.results(architecture, table_digest()).items())
 
 
