@@ -1,8 +1,8 @@
-"""Explain what torch.compile makes of a model, and what a captured graph contains.
+"""Explain a model's compilation by torch.compile, and the contents of a captured graph.
 
 `explain` reports calls of a model, `explain_script` a script, `explain_replay` one replay of a captured graph, and
-`diverge` the first op at which two forms of a step differ. `compile_log` lists what still compiles after warm-up, and
-`witness` finds the buffer that a captured step would read although nobody wrote it.
+`diverge` the first op that differs between two forms of a step. `compile_log` lists what still compiles after warm-up,
+and `witness` finds the buffer that a captured step would read although nobody wrote it.
 
     entry -> state     compile without history, and restore the compiler afterwards
           -> watch     record torch's log (`breaks`, `recompiles`), graphs and generated code (`graphs`)

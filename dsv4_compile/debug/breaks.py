@@ -260,25 +260,25 @@ def collect(raw: Iterable[RawBreak], limits: Iterable[Place] = ()) -> list[Break
 
     `limits` are functions that have reached torch's recompile limit.
     """
-    found: dict[tuple[str, int, str], Break] = {}
+    breaks: dict[tuple[str, int, str], Break] = {}
     for new in [*map(_row, raw), *map(_row_at_limit, limits)]:
-        kept = found.setdefault((new.place.file, new.place.line, new.cause), new)
-        if kept is not new:
-            kept.seen += 1
-            kept.scope = "function" if "function" in (kept.scope, new.scope) else "break"
-    return sorted(found.values(), key=lambda b: (b.scope != "function", -b.seen))
+        row = breaks.setdefault((new.place.file, new.place.line, new.cause), new)
+        if row is not new:
+            row.seen += 1
+            row.scope = "function" if "function" in (row.scope, new.scope) else "break"
+    return sorted(breaks.values(), key=lambda b: (b.scope != "function", -b.seen))
 
 
 def _row(raw: RawBreak) -> Break:
-    place = innermost(raw.stack)
-    library = library_called(raw.stack, place)
-    cause, fix = explain_break(raw.kind, raw.explanation, raw.context, raw.hints, place.file, library)
+    location = innermost(raw.stack)
+    library = library_called(raw.stack, location)
+    cause, fix = explain_break(raw.kind, raw.explanation, raw.context, raw.hints, location.file, library)
     caller = None
-    if is_installed(place.file):
+    if is_installed(location.file):
         callers = [frame for frame in raw.stack if not is_installed(frame.file) and not is_ours_or_torch(frame.file)]
         caller = with_source(callers[-1]) if callers else None
     return Break(
-        place=with_source(place),
+        place=with_source(location),
         kind=raw.kind,
         cause=cause,
         fix=fix,
@@ -303,7 +303,7 @@ def explain_break(
 
     Args:
         kind, explanation, context, hints: torch's name, explanation, developer context and hints.
-        file: the file of the break; Hugging Face's DeepSeek-V4 code has a fix of its own.
+        file: the file of the break; Hugging Face's DeepSeek-V4 code has a separate fix.
         library: the standard-library module that the line calls, if torch stopped inside it.
     """
     into_library = f"the call goes into {library} of the standard library, which torch cannot trace"

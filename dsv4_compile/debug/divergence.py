@@ -1,4 +1,4 @@
-"""`diverge`: run two forms of one step, and name the first layer and op whose result differs by more than rounding.
+"""`diverge`: run two forms of one step, and name the first layer and op with results that differ by more than rounding.
 
 Every op of a form that runs in Python is seen, and of generated code each buffer that is the whole result of an op of
 the model. Results of both forms belong together if op, line and module are the same, or else by their order.
@@ -28,7 +28,7 @@ from .writes import written_by
 
 Form = Callable[..., Any]
 _LATER = ("c10d", "_c10d")
-"""Beginnings of the namespaces of torch's collectives, whose results are there after a wait."""
+"""Prefixes of the namespaces of torch's collectives; their results are there after a wait."""
 _LISTED = 6
 """Ops between the last agreement and the first difference that are listed."""
 
@@ -37,9 +37,9 @@ _LISTED = 6
 class Result:
     """A tensor that an op returned or wrote, `name` among its results.
 
-    `call` is the number of the launch, `ops` all ops that it computes: several of a fused kernel, `options` what its op
-    was given beside its defaults. `reads` has the numbers of what it was made of, see `Origins`; None where that is not
-    known.
+    `call` is the number of the launch, `ops` all ops that it computes: several of a fused kernel, `options` the names
+    of arguments that differ from their defaults. `reads` has the numbers of the results that it was computed from, see
+    `Origins`; None where they are not known.
     """
 
     source: Source
@@ -57,7 +57,7 @@ class Divergence:
     """The first difference of two forms of a step, or that there is none.
 
     Attributes:
-        op, name, place, module, layer: of the op whose result differs, in the first form.
+        op, name, place, module, layer: of the op with a different result, in the first form.
         ops: all ops of the kernel that computed it in the second form.
         distance: how far, the limit, and the element with both values.
         after: op and line of the last result before it that agrees.
@@ -122,7 +122,7 @@ def diverge(
 
     Args:
         a: the reference: a module, a function, or `lambda: ...` around a call of a runner.
-        b: the other form: compiled, captured, or another model.
+        b: the other form: compiled, captured, or a different model.
         args, kwargs: of both.
         state: other tensors that a run reads or writes, in nested containers: caches, `buffers.tensors`.
         save: a file for inputs and results of the op, which `python -m dsv4_compile.debug.rerun` calls alone; None for
@@ -141,14 +141,14 @@ def diverge(
             restore()
             form(*args, **kwargs)
         first, second = run(a), run(b)
-        found, call = _first_difference(first, second)
-        if found.distance is not None and save is not None and call is not None:
+        difference, call = _first_difference(first, second)
+        if difference.distance is not None and save is not None and call is not None:
             again = run(a, keep=call[0])
-            if again.kept is not None:
-                op, given, keywords = again.kept
-                if can_save(op, given, keywords):
-                    found.file = save_call(Path(save), op, given, keywords, call[1], call[2])
-    return found
+            if again.saved is not None:
+                op, positional, keywords = again.saved
+                if can_save(op, positional, keywords):
+                    difference.file = save_call(Path(save), op, positional, keywords, call[1], call[2])
+    return difference
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class Run:
     results: list[Result]
     outputs: dict[str, Tensor]
     launches: list[Launch]
-    kept: tuple[OpOverload, Any, Any] | None = None
+    saved: tuple[OpOverload, Any, Any] | None = None
     reads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -176,7 +176,7 @@ class Run:
         """Run `form` once.
 
         Args:
-            keep: number of an op call whose arguments are copied before it runs.
+            keep: number of an op call; its arguments are copied before it runs.
             held, first: see `Origins`.
         """
         results: list[Result] = []
@@ -189,8 +189,8 @@ class Run:
                 copied = tensor.detach().clone()
                 reads = None if launch.generated else origins.reads
                 origins.made(tensor, origins.first + len(results))
-                made = Result(source, name, copied, call, launch.generated, launch.source.ops, reads, launch.options)
-                results.append(made)
+                result = Result(source, name, copied, call, launch.generated, launch.source.ops, reads, launch.options)
+                results.append(result)
 
         origins = Origins(held or {}, first)
         observer = _Keeping(keep, origins, sources, all_module_names(), watch=watch)
@@ -200,11 +200,11 @@ class Run:
         named = {f"output {i}": leaf for i, leaf in leaves if isinstance(leaf, Tensor)} | dict(state)
         outputs = {name: tensor.detach().clone() for name, tensor in named.items()}
         read = {name: origins.of_tensors(leaf) for name, leaf in named.items()}
-        return cls(results, outputs, observer.launches, observer.kept, read)
+        return cls(results, outputs, observer.launches, observer.saved, read)
 
 
 class Origins:
-    """Numbers of the results that storages hold, so that a result can tell what it was made of.
+    """Numbers of the results that storages hold, so that a result can tell its inputs.
 
     Args:
         held: numbers that storages hold at the beginning, by address.
@@ -227,14 +227,14 @@ class Origins:
 
     def of_tensors(self, tree: Any) -> tuple[int, ...]:
         """Return the numbers that the tensors in `tree` hold."""
-        return tuple(sorted({self.of[each] for each in _storages(tree) if each in self.of}))
+        return tuple(sorted({self.of[address] for address in _storages(tree) if address in self.of}))
 
     def made(self, tensor: Tensor, number: int) -> None:
         """Record a result."""
         self.of |= dict.fromkeys(_storages(tensor), number)
 
     def after(self, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
-        """Forget what new memory held, and what is still to come."""
+        """Forget the results that new memory held, and results that are still to come."""
         new = _storages(out) - _storages((args, kwargs)) if func.name().startswith("aten::empty") else set()
         if self.pending:
             new = _storages((out, list(written_by(func, args, kwargs))))
@@ -253,7 +253,7 @@ class _Keeping(Observer):
     def __init__(self, keep: int | None, origins: Origins, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._keep, self._origins = keep, origins
-        self.kept: tuple[OpOverload, Any, Any] | None = None
+        self.saved: tuple[OpOverload, Any, Any] | None = None
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`, and copy its arguments before if it is the call to keep."""
@@ -266,7 +266,7 @@ class _Keeping(Observer):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self._origins.after(func, args, kwargs, out)
         if copied is not None and len(self.launches) > before:
-            self.kept = (func, *copied)
+            self.saved = (func, *copied)
         return out
 
 
@@ -293,9 +293,9 @@ def _first_difference(first: Run, second: Run) -> tuple[Divergence, tuple[int, T
     for count, (mine, other) in enumerate(pairs, 1):
         far = distance(other.value, mine.value, before)
         if far.differs:
-            found = _described(mine, other, far, count)
-            found.after, found.between = _since(agreed, pairs, count - 1, first, second)
-            return found, (mine.call, mine.value, other.value)
+            difference = _described(mine, other, far, count)
+            difference.after, difference.between = _since(agreed, pairs, count - 1, first, second)
+            return difference, (mine.call, mine.value, other.value)
         agreed = count - 1
         before = max(before, far.largest) if mine.value.is_floating_point() else before
     for name, value in first.outputs.items():
@@ -305,11 +305,12 @@ def _first_difference(first: Run, second: Run) -> tuple[Divergence, tuple[int, T
         far = distance(other_value, value, before)
         if far.differs:
             writer = next((r for r in reversed(first.results) if _equal(r.value, value)), None)
-            found = Divergence(name=name, op="unknown", shape=shape_text(value), distance=far, compared=len(pairs))
+            difference = Divergence(name=name, op="unknown", shape=shape_text(value), distance=far, compared=len(pairs))
             if writer is not None:
-                found.op, found.place, found.module = writer.source.op, writer.source.place, writer.source.module
-            found.after, found.between = _since(agreed, pairs, len(pairs), first, second)
-            return found, None
+                source = writer.source
+                difference.op, difference.place, difference.module = source.op, source.place, source.module
+            difference.after, difference.between = _since(agreed, pairs, len(pairs), first, second)
+            return difference, None
     return Divergence(compared=len(pairs) + len(first.outputs)), None
 
 
@@ -336,10 +337,10 @@ def _pairs(first: Sequence[Result], second: Sequence[Result]) -> list[tuple[Resu
     for j, result in enumerate(second):
         known = waiting.get(_key(result), [])
         # A buffer's name is none of an op's results.
-        found = next((i for i in known if result.generated or first[i].name == result.name), None)
-        if found is not None:
-            known.remove(found)
-            partner[j] = found
+        match = next((i for i in known if result.generated or first[i].name == result.name), None)
+        if match is not None:
+            known.remove(match)
+            partner[j] = match
     rest_first = [i for i in range(len(first)) if i not in set(partner.values())]
     rest_second = [j for j in range(len(second)) if j not in partner and not second[j].generated]
     matcher = difflib.SequenceMatcher(
@@ -347,11 +348,11 @@ def _pairs(first: Sequence[Result], second: Sequence[Result]) -> list[tuple[Resu
     )
     for tag, i, i_end, j, j_end in matcher.get_opcodes():
         if tag == "equal" or (tag == "replace" and i_end - i == j_end - j):
-            for own, other in zip(rest_first[i:i_end], rest_second[j:j_end], strict=True):
-                one, two = first[own], second[other]
+            for index, other in zip(rest_first[i:i_end], rest_second[j:j_end], strict=True):
+                one, two = first[index], second[other]
                 fused = one.source.op == two.source.op and one.options != two.options
                 if one.value.shape == two.value.shape and not fused:
-                    partner[other] = own
+                    partner[other] = index
     return [(first[i], second[j]) for j, i in sorted(partner.items())]
 
 

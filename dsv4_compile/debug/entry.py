@@ -57,8 +57,8 @@ def explain(
         calls: further calls, `(args, kwargs)` each; without `args` and `kwargs` these are all calls. To find
             recompiles, pass two calls with, for example, different numbers of tokens.
         dump: a folder for the captured graphs, the generated code, the report and, if depyf is installed, the
-            decompiled bytecode of Dynamo, for which the calls run once more.
-        backend: "dsv4", another backend's name, or a backend. "eager" is fast and reports only breaks and recompiles.
+            decompiled bytecode of Dynamo (the calls run once more).
+        backend: name of a backend, or a backend. "eager" is fast and reports only breaks and recompiles.
         dynamic: as in torch.compile.
         kwargs: the first call's keyword arguments. One named like a parameter here goes into `calls`.
 
@@ -136,15 +136,15 @@ def uncompiled(model_or_fn: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def _see_through_decorators(events: Events, target: Callable[..., Any]) -> None:
-    """Replace a wrapper by the function it wraps, where torch reports a decorator's wrapper or one of its own."""
+    """Replace a wrapper by the function it wraps, where torch reports a wrapper of a decorator or of torch."""
     outer: Any = getattr(target, "forward", target)
     inner = inspect.unwrap(outer)
     wrapper, code = getattr(outer, "__code__", None), getattr(inner, "__code__", None)
     if code is None or wrapper is None:
         return
     root = next(iter(events.functions), "").split("/")[0]
-    for compile_id, place in events.functions.items():
-        is_wrapper = (place.file, place.line) == (wrapper.co_filename, wrapper.co_firstlineno) or is_torch(place.file)
+    for compile_id, at in events.functions.items():
+        is_wrapper = (at.file, at.line) == (wrapper.co_filename, wrapper.co_firstlineno) or is_torch(at.file)
         if compile_id.split("/")[0] == root and is_wrapper:
             events.functions[compile_id] = Place(code.co_filename, code.co_firstlineno, inner.__name__)
 
@@ -287,8 +287,8 @@ def _watched(arguments: dict[str, Any], watch: Watch, backends: list[str]) -> di
     if arguments.get("disable"):
         return arguments
     fixed = {key: arguments[key] for key in ("mode", "options") if arguments.get(key) is not None}
-    kept = {key: value for key, value in arguments.items() if key not in ("mode", "options")}
-    return {**kept, "backend": watch.backend(backend, **fixed), "fullgraph": False}
+    others = {key: value for key, value in arguments.items() if key not in ("mode", "options")}
+    return {**others, "backend": watch.backend(backend, **fixed), "fullgraph": False}
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Captured graphs and the code that Inductor generates for them: ops, inputs, kernels, and what happens to caches.
+"""Captured graphs and the code that Inductor generates for them: ops, inputs, kernels, and copies of caches.
 
-Kernels are counted in the generated source. Copies of caches are found in Inductor's own buffers, whose sizes are
-exact; only those that the source allocates count.
+Kernels are counted in the generated source. Copies of caches are found in Inductor's buffers, which have exact sizes;
+only those that the source allocates count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHORT_DTYPES = {
 }
 
 SMALLEST_CACHE = 16 * 1024
-"""Bytes from which a mutated input counts as a cache."""
+"""Fewest bytes of a mutated input that counts as a cache."""
 
 _COPYING = {"load", "to_dtype_bitcast"}
 """Inductor operations of a buffer that only copies its input."""
@@ -72,7 +72,7 @@ def dsv4_calls(gm: GraphModule, reason: str) -> list[OpDecision]:
 
 def hazards(gm: GraphModule, index: int) -> list[CacheHazard]:
     """Return the cache arguments with a dynamic dim, of all ops that are not torch's own."""
-    found: dict[tuple[str, str], CacheHazard] = {}
+    rows: dict[tuple[str, str], CacheHazard] = {}
     for node, op in _op_calls(gm):
         if op.namespace in ("aten", "prims", "prim"):
             continue
@@ -85,8 +85,8 @@ def hazards(gm: GraphModule, index: int) -> list[CacheHazard]:
             entry = _input(source)
             if entry.dynamic:
                 name = op._schema.name.replace("::", ".")
-                found.setdefault((entry.name, name), CacheHazard(index, entry.name, entry.shape, name, _place_of(node)))
-    return list(found.values())
+                rows.setdefault((entry.name, name), CacheHazard(index, entry.name, entry.shape, name, _place_of(node)))
+    return list(rows.values())
 
 
 def input_names(gm: GraphModule) -> list[str]:
@@ -104,24 +104,24 @@ def read_kernels(code: str, graph: int) -> list[Kernel]:
     """Return the kernels of one graph's generated code with their number of launches."""
     _, _, body = _COMMENT.sub("", code).partition("def call(")
     body = body.partition("def benchmark_compiled_module")[0].partition("def get_args")[0]
-    found = []
+    kernels = []
     for name, kind in _DEFINITION.findall(code):
         calls = len(re.findall(rf"\b{name}(?:\.run)?\(", body))
-        found.append(Kernel(graph, _KINDS.get(kind, kind), name, calls))
+        kernels.append(Kernel(graph, _KINDS.get(kind, kind), name, calls))
     externs = [name for name in _EXTERN.findall(body) if not _NOT_KERNELS.search(name)]
     for name in dict.fromkeys(externs):
         shown = _ON_CPU.sub("dsv4.", name.removeprefix("torch.ops."))
-        found.append(Kernel(graph, "extern", shown, externs.count(name)))
-    return found
+        kernels.append(Kernel(graph, "extern", shown, externs.count(name)))
+    return kernels
 
 
 def launches_in(code: str) -> Callable[[str], str]:
     """Return a function that gives the kernel or op which a line of `code` launches, or ""."""
     names = "|".join(name for name, _ in _DEFINITION.findall(code))
-    own = re.compile(rf"\b({names or '(?!)'})(?:\.run)?\(")
+    launch = re.compile(rf"\b({names or '(?!)'})(?:\.run)?\(")
 
     def launched(line: str) -> str:
-        called = [match[1] for match in (own.search(line), *_EXTERN.finditer(line)) if match]
+        called = [match[1] for match in (launch.search(line), *_EXTERN.finditer(line)) if match]
         return next((name for name in called if not _NOT_KERNELS.search(name)), "")
 
     return launched
@@ -134,7 +134,7 @@ def read_copies(lowered: Any, code: str, graph: int, names: list[str]) -> list[C
     """
     inputs = list(lowered.graph_inputs)
     readable = dict(zip(inputs, names, strict=True)) if len(inputs) == len(names) else {}
-    found = []
+    copies = []
     for name in lowered.mutated_inputs:
         cache = lowered.graph_inputs[name]
         size = _bytes(cache)
@@ -144,7 +144,7 @@ def read_copies(lowered: Any, code: str, graph: int, names: list[str]) -> list[C
             if _bytes(buffer) != size or not _only_copies(buffer, name, lowered.buffers):
                 continue
             origin = _origin(buffer)
-            found.append(
+            copies.append(
                 CacheCopy(
                     graph=graph,
                     argument=readable.get(name, name),
@@ -155,7 +155,7 @@ def read_copies(lowered: Any, code: str, graph: int, names: list[str]) -> list[C
                     origin=str(origin.target) if origin else "",
                 )
             )
-    return found
+    return copies
 
 
 def read_missed(graph: int) -> MissedReinplace | None:

@@ -64,7 +64,7 @@ def library_called(stack: list[Place], place: Place) -> str:
     if frame is None:
         return ""
     module = Path(frame.file).relative_to(sysconfig.get_path("stdlib")).with_suffix("").parts
-    return ".".join(part for part in module if part != "__init__")
+    return ".".join(name for name in module if name != "__init__")
 
 
 def with_source(place: Place) -> Place:

@@ -1,7 +1,7 @@
-"""`diverge_ranks`: run the same step on all ranks, and name the first op whose result is not the same on all of them.
+"""`diverge_ranks`: run the same step on all ranks, and name the first op with a result that differs between them.
 
-Ranks exchange hashes of all results, then the values of those that differ, until one differs beyond rounding. All
-ranks decide by what they have all seen, so they return the same.
+Ranks exchange hashes of all results, then the values of those that differ, until one differs beyond rounding. All ranks
+decide by exchanged data, so they return the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _NOT_THERE = "nothing"
 class _Row(NamedTuple):
     """A tensor of one rank as the others see it: before the step, of an op, or after the step.
 
-    `part` says that ranks may have different ones by themselves, `reads` which rows it was made of, None for any.
+    `is_part` says that ranks may have different ones by themselves, `reads` the rows that it was computed from, None
+    for any.
     """
 
     op: str
@@ -38,7 +39,7 @@ class _Row(NamedTuple):
     module: str
     name: str
     shape: str
-    part: bool
+    is_part: bool
     reads: tuple[int, ...] | None
     bits: str
 
@@ -71,8 +72,8 @@ def diverge_ranks(
         group: the process group, or a mesh of one dim; None for all ranks.
         state: other tensors that it reads or writes, in nested containers.
         parts: whether ranks have different parts of a parameter, by its name; None for none, or as `hf.convert(mesh=)`
-            splits a model. What is made of parts, and inside a module that holds one, may differ, and what is made of
-            that, until it is the same again: after a collective.
+            splits a model. Tensors that are computed from parts, or inside a module that holds one, may differ, and so
+            may tensors computed from these, until they are the same again: after a collective.
 
     Raises E701 without a process group, and E702 on all ranks if the form fails on one. A rank that fails before one of
     the form's own collectives leaves the others waiting for the timeout of the group, as it does without this.
@@ -88,25 +89,25 @@ def diverge_ranks(
             restore()
             torch.manual_seed(0)
             parts_of = _Parts(module, _splits(module) if parts is None else parts)
-            held, own = dict[int, int](), set[str]()
+            held, part_names = dict[int, int](), set[str]()
             for index, (name, tensor) in enumerate(tensors.items()):
-                part = parts_of.has(tensor)
-                table.add("before the step", Place(), "", name, tensor, part, ())
-                own |= {name} if part else set()
+                is_part = parts_of.has(tensor)
+                table.add("before the step", Place(), "", name, tensor, is_part, ())
+                part_names |= {name} if is_part else set()
                 address = tensor.untyped_storage().data_ptr()
                 # Weights may be rows of one matrix: it is a part if one of them is.
-                held[address] = index if part else held.get(address, index)
+                held[address] = index if is_part else held.get(address, index)
             run = Run.of(form, args, kwargs, sources, tensors, held=held, first=len(tensors))
             for result in run.results:
                 table.add_result(result, parts_of)
             for name, tensor in run.outputs.items():
-                table.add("after the step", Place(), "", name, tensor, name in own, run.reads[name])
+                table.add("after the step", Place(), "", name, tensor, name in part_names, run.reads[name])
         except Exception as error:
             failure = error
     text = "" if failure is None else f"{type(failure).__name__}: {failure}".splitlines()[0]
-    failed = {rank: each for rank, each in enumerate(gather_objects(text, ranks)) if each}
+    failed = {rank: message for rank, message in enumerate(gather_objects(text, ranks)) if message}
     if failed:
-        got = "; ".join(f"rank {rank}: {each}" for rank, each in failed.items())
+        got = "; ".join(f"rank {rank}: {message}" for rank, message in failed.items())
         fail("E702", got=f"the form failed on {got}", fix="run it on each rank without diverge_ranks first")
     return table.compare(ranks)
 
@@ -118,19 +119,19 @@ class _Table:
         self.rows: list[_Row] = []
         self.values: list[Tensor] = []
 
-    def add(self, op: str, place: Place, module: str, name: str, tensor: Tensor, part: bool, reads: Any) -> None:
+    def add(self, op: str, place: Place, module: str, name: str, tensor: Tensor, is_part: bool, reads: Any) -> None:
         """Add a tensor."""
         value = tensor.detach().cpu().contiguous()
         bits = hashlib.blake2b(value.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest() if value.numel() else ""
-        self.rows.append(_Row(op, place, module, name, shape_text(tensor), part, reads, bits))
+        self.rows.append(_Row(op, place, module, name, shape_text(tensor), is_part, reads, bits))
         self.values.append(value.clone() if value.data_ptr() == tensor.data_ptr() else value)
 
     def add_result(self, result: Result, parts: _Parts) -> None:
         """Add a result of an op."""
         source = result.source
         reads = result.reads if result.reads is not None or parts.names else ()
-        part = parts.made_in(source.module)
-        self.add(source.op, source.place, source.module, result.name, result.value, part, reads)
+        is_part = parts.made_in(source.module)
+        self.add(source.op, source.place, source.module, result.name, result.value, is_part, reads)
 
     def compare(self, ranks: Ranks) -> Divergence:
         """Return the first difference of all ranks' tables."""
@@ -151,7 +152,7 @@ class _Table:
                 after = f"{first.op} ({first.name})" + (f" at {first.place}" if first.place.line else "")
                 continue
             # What was made of parts may differ.
-            if any(row.part or row.reads is None or parts.intersection(row.reads) for row in present):
+            if any(row.is_part or row.reads is None or parts.intersection(row.reads) for row in present):
                 parts.add(index)
                 continue
             values: list[Tensor] = gather_objects(self.values[index], ranks)
@@ -161,9 +162,9 @@ class _Table:
                     return self._other_op(index, rows, usual, rank, after)
                 far = distance(value, right, rounding)
                 if far.differs:
-                    found = self._found(first, rank, after)
-                    found.distance, found.compared = far, compared
-                    return found
+                    difference = self._found(first, rank, after)
+                    difference.distance, difference.compared = far, compared
+                    return difference
                 rounding = max(rounding, far.largest) if value.is_floating_point() else rounding
             after = f"{first.op} ({first.name})" + (f" at {first.place}" if first.place.line else "")
         return Divergence(compared=compared)
@@ -172,14 +173,14 @@ class _Table:
         return Divergence(row.op, row.name, row.place, row.module, shape=row.shape, after=after, rank=rank)
 
     def _other_op(self, index: int, rows: Sequence[_Row | None], usual: Any, odd: int, after: str) -> Divergence:
-        """Return that a rank runs another op, or gets another shape, than most do."""
+        """Return that a rank differs from most in the op that it runs, or in its shape."""
         texts = [_NOT_THERE if row is None else f"{row.op} {row.shape}, line {row.place.line}" for row in rows]
         right = next(rank for rank, row in enumerate(rows) if (None if row is None else row.what) == usual)
         row = next(row for row in (rows[right], rows[odd]) if row is not None)
-        found = self._found(row, odd, after)
-        found.distance = Distance(math.inf, 0.0, (), texts[odd], texts[right], 1.0)
-        found.compared = index
-        return found
+        difference = self._found(row, odd, after)
+        difference.distance = Distance(math.inf, 0.0, (), texts[odd], texts[right], 1.0)
+        difference.compared = index
+        return difference
 
 
 def _most(values: Sequence[Any]) -> Any:
@@ -198,7 +199,7 @@ def _ranks(group: Any) -> Ranks:
 
 
 class _Parts:
-    """Parameters of a form of which ranks have parts, and the modules that hold them."""
+    """Parameters that are split over ranks, and the modules that hold them."""
 
     def __init__(self, form: Any, is_part: Callable[[str], bool]) -> None:
         named = dict(form.named_parameters()) if isinstance(form, nn.Module) else {}
@@ -212,13 +213,13 @@ class _Parts:
 
     def made_in(self, module: str) -> bool:
         """Return whether an op runs in a module with parts, which knows its rank."""
-        return any(module == own or module.startswith(f"{own}.") for own in self._modules)
+        return any(module == holder or module.startswith(f"{holder}.") for holder in self._modules)
 
 
 def _splits(module: Any) -> Callable[[str], bool]:
     """Return which parameters of a converted model are parts; none of any other form."""
-    part = next((m.__dict__["dsv4_part"] for m in _modules(module) if "dsv4_part" in m.__dict__), None)
-    return lambda name: part is not None and split_of(name, part[1]) is not None
+    shard = next((m.__dict__["dsv4_part"] for m in _modules(module) if "dsv4_part" in m.__dict__), None)
+    return lambda name: shard is not None and split_of(name, shard[1]) is not None
 
 
 def _modules(module: Any) -> Sequence[nn.Module]:

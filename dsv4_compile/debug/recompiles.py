@@ -1,4 +1,4 @@
-"""Recompiles: which guard of a function failed, for which values, and how to avoid it.
+"""Recompiles: the guard of a function that failed, the values, and how to avoid it.
 
 torch reports as text the first guard that failed of each compiled version of a function. `explain_guard` turns one such
 text into a `FailedGuard`; those of one function with the same `key` become one row of the report.
@@ -96,25 +96,25 @@ def collect(
 
     `functions` has the function of each compile id, `limits` those that have reached torch's recompile limit.
     """
-    found: dict[tuple[str, int, str], Recompile] = {}
-    at_limit = {(place.file, place.line) for place in limits}
+    rows: dict[tuple[str, int, str], Recompile] = {}
+    at_limit = {(location.file, location.line) for location in limits}
     for item in raw:
-        place, failed = _function_of(item.compile_id, functions), item.failed
-        key = (place.file, place.line, failed.key)
-        row = found.get(key)
+        location, failed = _function_of(item.compile_id, functions), item.failed
+        key = (location.file, location.line, failed.key)
+        row = rows.get(key)
         if row is None:
-            row = Recompile(definition(place), failed.guard, failed.cause, failed.fix, count=0)
-            row.limit_hit = (place.file, place.line) in at_limit
-            found[key] = row
+            row = Recompile(definition(location), failed.guard, failed.cause, failed.fix, count=0)
+            row.limit_hit = (location.file, location.line) in at_limit
+            rows[key] = row
         row.count += 1
         row.values += [v for v in dict.fromkeys((failed.expected, failed.actual)) if v and v not in row.values]
-    return sorted(found.values(), key=lambda r: (not r.limit_hit, -r.count))
+    return sorted(rows.values(), key=lambda r: (not r.limit_hit, -r.count))
 
 
 def _function_of(compile_id: str, functions: Mapping[str, Place]) -> Place:
     """Return the function of a compilation. A failed one is not in `functions`, but an earlier version of it is."""
     function = compile_id.split("/")[0]
-    known = [place for name, place in functions.items() if name.split("/")[0] == function]
+    known = [function_place for name, function_place in functions.items() if name.split("/")[0] == function]
     return functions.get(compile_id) or (known[0] if known else Place())
 
 
@@ -126,7 +126,7 @@ def split_reason(reason: str) -> tuple[str, str]:
 
 
 def explain_guard(guard: str, frame: Mapping[str, Any] | None = None) -> FailedGuard:
-    """Explain `guard`. `frame` holds the variables of the call that failed it, from which the actual value is read."""
+    """Explain `guard`. `frame` holds the variables of the call that failed it; the actual value is read from them."""
     frame = frame or {}
     for reader in (_tensor_property, _presence, _mode, _aliases, _identity, _length, _relation, _constant):
         failed = reader(guard, frame)
@@ -146,8 +146,8 @@ def _tensor_property(guard: str, frame: Mapping[str, Any]) -> FailedGuard | None
     key = f"{name} {what} {dim}"
     if what != "size":
         fix = _PROPERTY_FIX.get(what, "pass tensors that agree in it")
-        place = f" of dim {dim}" if dim else ""
-        return FailedGuard(key, guard, f"the {what}{place} of `{name}` changed", fix, expected, actual)
+        dim_text = f" of dim {dim}" if dim else ""
+        return FailedGuard(key, guard, f"the {what}{dim_text} of `{name}` changed", fix, expected, actual)
     fix = _HF_CACHE_FIX if _HF_CACHE.search(name) else _SIZE_FIX.format(name=name, dim=dim)
     if {expected, actual} & {"0", "1"} and fix is not _HF_CACHE_FIX:
         fix = f"{fix}. {_ZERO_ONE_FIX}"
@@ -157,9 +157,9 @@ def _tensor_property(guard: str, frame: Mapping[str, Any]) -> FailedGuard | None
 def _presence(guard: str, frame: Mapping[str, Any]) -> FailedGuard | None:
     match = _NOT_A_TENSOR.search(guard)
     if match:
-        found = "None" if match[2] == "NoneType" else match[2]
-        cause = f"`{match[1]}` was a tensor and is {found} now"
-        return FailedGuard(f"{match[1]} presence", guard, cause, _PRESENCE_FIX, "tensor", found)
+        now = "None" if match[2] == "NoneType" else match[2]
+        cause = f"`{match[1]}` was a tensor and is {now} now"
+        return FailedGuard(f"{match[1]} presence", guard, cause, _PRESENCE_FIX, "tensor", now)
     match = _PRESENCE.match(guard)
     if match:
         expected, actual = ("not None", "None") if match[2] else ("None", _shown(_value_of(match[1], frame)))

@@ -116,7 +116,7 @@ def _row(row: Sequence[str], widths: Sequence[int], width: int) -> Iterator[str]
     cells = [_fit(cell, size) for cell, size in zip(row, [*widths, left], strict=True)]
     for line in range(max(map(len, cells))):
         parts = [cell[line] if line < len(cell) else "" for cell in cells]
-        padded = [f"{part:<{size}}" for part, size in zip(parts, [*widths, 0], strict=True)]
+        padded = [f"{text:<{size}}" for text, size in zip(parts, [*widths, 0], strict=True)]
         yield "  " + _GAP.join(padded)
 
 

@@ -1,4 +1,4 @@
-"""The report of `explain`: built from what was watched, and shown as text, JSON or HTML.
+"""The report of `explain`: built from the records of `watch`, and shown as text, JSON or HTML.
 
 The JSON form is the dataclasses of `rows`, under `"schema": "dsv4.explain/1"`. A release may add fields to a schema;
 one that renames or removes a field, or changes its meaning, raises the number.
@@ -62,7 +62,7 @@ class Report(Findings):
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Return the report that `to_json` wrote. Raises E201 for another schema."""
+        """Return the report that `to_json` wrote. Raises E201 for any other schema."""
         report: Report = read_json(cls, text, SCHEMA)
         return report
 
@@ -89,7 +89,7 @@ def save(path: str | Path, renderers: Mapping[str, Callable[[], str]]) -> Path:
 def read_json(kind: type[Any], text: str, schema: str) -> Any:
     """Return the dataclass `kind` that was written as JSON with "schema".
 
-    Raises E201 for another schema, and for text that is no JSON or whose values have other types than the fields.
+    Raises E201 for any other schema, for text that is no JSON, and for values of other types than the fields.
     """
     try:
         data = json.loads(text, parse_constant=_not_finite)
@@ -102,24 +102,24 @@ def read_json(kind: type[Any], text: str, schema: str) -> Any:
 
 
 def _build(kind: Any, value: Any, where: str) -> Any:
-    """Return `value`, made of JSON's types, as an instance of the annotation `kind`. E201 for another type."""
+    """Return `value`, made of JSON's types, as an instance of the annotation `kind`. E201 for any other type."""
     origin, options = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return None if value is None else _build(next(each for each in options if each is not NoneType), value, where)
+        return None if value is None else _build(next(item for item in options if item is not NoneType), value, where)
     if dataclasses.is_dataclass(kind):
         _expect(isinstance(value, dict), value, "an object", where)
         hints, fields = get_type_hints(kind), dataclasses.fields(kind)
-        plain = (each for each in fields if each.default is MISSING and each.default_factory is MISSING)
-        missing = [each.name for each in plain if each.name not in value]
+        plain = (item for item in fields if item.default is MISSING and item.default_factory is MISSING)
+        missing = [item.name for item in plain if item.name not in value]
         _expect(not missing, missing, "an object with these fields", where)
-        names = [each.name for each in fields if each.name in value]
+        names = [item.name for item in fields if item.name in value]
         return kind(**{name: _build(hints[name], value[name], f"{where}, {name}") for name in names})  # type: ignore[operator]
     if origin is list:
         _expect(isinstance(value, list), value, "a list", where)
-        return [_build(options[0], each, f"{where}, entry {i}") for i, each in enumerate(value)]
+        return [_build(options[0], item, f"{where}, entry {i}") for i, item in enumerate(value)]
     if origin is dict:
         _expect(isinstance(value, dict), value, "an object", where)
-        return {name: _build(options[1], each, f"{where}, {name[:_SHOWN]}") for name, each in value.items()}
+        return {name: _build(options[1], item, f"{where}, {name[:_SHOWN]}") for name, item in value.items()}
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
     if kind is float:
         _expect(number, value, "a finite number", where)
@@ -185,8 +185,10 @@ def failure_of(error: BaseException) -> Failure:
         text = f"{kind}: {explanation}"
     text = text.partition("\nSet TORCHDYNAMO_VERBOSE")[0].strip()
     shown = ours or error
-    place = innermost(frames)
-    return Failure(type(shown).__name__, str(ours or text), Place() if is_torch(place.file) else with_source(place))
+    location = innermost(frames)
+    return Failure(
+        type(shown).__name__, str(ours or text), Place() if is_torch(location.file) else with_source(location)
+    )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -201,25 +203,25 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _group_decisions(rows: Iterable[OpDecision]) -> list[OpDecision]:
     """Return one row for each op, implementation and reason, with all their places and costs."""
-    found: dict[tuple[str, str, str], OpDecision] = {}
+    groups: dict[tuple[str, str, str], OpDecision] = {}
     for row in rows:
-        kept = found.setdefault((row.op, row.impl, row.reason), OpDecision(row.op, row.impl, row.reason, count=0))
-        kept.count += row.count
-        kept.where += [place for place in row.where if place not in kept.where]
-        kept.costs += row.costs
-    return sorted(found.values(), key=lambda row: (row.op, row.impl))
+        group = groups.setdefault((row.op, row.impl, row.reason), OpDecision(row.op, row.impl, row.reason, count=0))
+        group.count += row.count
+        group.where += [location for location in row.where if location not in group.where]
+        group.costs += row.costs
+    return sorted(groups.values(), key=lambda row: (row.op, row.impl))
 
 
 def _group_fusions(fusions: Iterable[Fusion]) -> list[OpFusion]:
     """Return one row for each pass, group of ops, outcome and reason, in the order of their first group."""
-    found: dict[tuple[object, ...], OpFusion] = {}
+    groups: dict[tuple[object, ...], OpFusion] = {}
     for fusion in fusions:
         key = (fusion.by, fusion.ops, fusion.into, fusion.fused, fusion.reason)
         new = OpFusion(fusion.by, list(fusion.ops), fusion.into, fusion.fused, fusion.reason, count=0)
-        kept = found.setdefault(key, new)
-        kept.count += 1
-        kept.where += [place for place in _short_place(fusion.where) if place not in kept.where]
-    return list(found.values())
+        group = groups.setdefault(key, new)
+        group.count += 1
+        group.where += [location for location in _short_place(fusion.where) if location not in group.where]
+    return list(groups.values())
 
 
 def _decision_row(decision: Decision) -> OpDecision:

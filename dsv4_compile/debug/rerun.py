@@ -2,7 +2,7 @@
 
     python -m dsv4_compile.debug.rerun FILE
 
-prints which of the two results the op gives here. The file is data: see `saved_call` for what it may name.
+prints which of the two results the op gives here. The file is data: see `saved_call` for the names it may contain.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rerun:
 
 
 def rerun(path: str | Path) -> Rerun:
-    """Call the op that `save_call` wrote, and compare its results. E201 for another file."""
+    """Call the op that `save_call` wrote, and compare its results. E201 for any other file."""
     call = load_call(path)
     try:
         with torch.no_grad():
@@ -74,11 +74,11 @@ def _compared(op: Any, args: Any, kwargs: Any, returned: Any, first: Tensor, sec
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rerun the file named on the command line; return 0 if the op agrees with the first form, otherwise 1."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    check(len(given) == 1, "E201", got=f"{len(given)} arguments", rule="python -m dsv4_compile.debug.rerun FILE")
-    found = rerun(given[0])
-    sys.stdout.write(f"{found}\n")
-    return int(found.first.differs)
+    files = list(sys.argv[1:] if argv is None else argv)
+    check(len(files) == 1, "E201", got=f"{len(files)} arguments", rule="python -m dsv4_compile.debug.rerun FILE")
+    result = rerun(files[0])
+    sys.stdout.write(f"{result}\n")
+    return int(result.first.differs)
 
 
 def run() -> int:

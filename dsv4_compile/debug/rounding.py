@@ -18,7 +18,7 @@ _ROUNDING = {
     torch.bfloat16: 2.0**-6,
     torch.float8_e4m3fn: 2.0**-2,
 }
-"""Distance that one op may add, by dtype: two roundings, and of float32 sums in another order."""
+"""Distance that one op may add, by dtype: two roundings, and of float32 sums in a different order."""
 _GROWTH = 4.0
 """Times an error that earlier ops made by rounding that a later op may make of it."""
 _MOST = 0.5
@@ -49,7 +49,7 @@ def distance(got: Tensor, want: Tensor, before: float) -> Distance:
 
     Args:
         got, want: any dtype; of two dtypes the coarser one's rounding counts.
-        before: largest distance of what came before, which is rounding.
+        before: largest distance of earlier results, which is rounding.
     """
     if want.numel() == 0:
         return Distance(0.0, 0.0)

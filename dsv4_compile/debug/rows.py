@@ -42,7 +42,7 @@ class Break:
         place: innermost line outside torch and the standard library.
         called_from: the line of the user's own code that led there, when `place` is in an installed package.
         kind: torch's name for the cause, stable enough to search for.
-        scope: "function" when the whole function runs eagerly, "break" when the rest is compiled as another graph.
+        scope: "function" when the whole function runs eagerly, "break" when the rest is compiled as a second graph.
         seen: number of times tracing stopped here; a line in a called function counts once per caller.
     """
 
@@ -94,7 +94,7 @@ class OpCost:
 class OpDecision:
     """Calls of one dsv4 op that use the same implementation: "ir", "triton", "eager", or "undecided" elsewhere.
 
-    `costs` has one entry for each call whose cost is known.
+    `costs` has one entry for each call with a known cost.
     """
 
     op: str
@@ -172,7 +172,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Findings:
-    """All rows of a report, and what was explained."""
+    """All rows of a report, with the target and its environment."""
 
     target: str
     backend: str
@@ -194,5 +194,5 @@ class Findings:
     @property
     def ok(self) -> bool:
         """True if nothing was found that costs speed or correctness."""
-        found = (self.breaks, self.recompiles, self.cache_copies, self.cache_hazards)
-        return self.failure is None and not any(found)
+        problems = (self.breaks, self.recompiles, self.cache_copies, self.cache_hazards)
+        return self.failure is None and not any(problems)

@@ -51,7 +51,7 @@ _GLOBALS = frozenset(
         *(f"torch {dtype}Storage" for dtype in ("Int", "Long", "Bool")),
     }
 )
-"""Names that the pickle of such a file refers to, besides dtypes."""
+"""Names that the pickle of such a file refers to, dtypes excepted."""
 _DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
@@ -60,7 +60,7 @@ _DTYPES = (
 _NAMES = {str(dtype).replace(".", " ") for dtype in _DTYPES}
 _DIVISIONS = ("div", "div_", "floor_divide", "fmod", "remainder")
 _PLACEMENTS = ("layout", "memory_format", "pin_memory")
-"""Keywords of ops that say how a result lies in memory, not what it is."""
+"""Keywords of ops for the memory of a result, without effect on its values."""
 
 _MOST_PICKLE_BYTES = 1 << 20
 _MOST_RECORDS = 4096
@@ -98,8 +98,8 @@ def can_save(op: OpOverload, args: Any, kwargs: Any) -> bool:
 def save_call(path: Path, op: OpOverload, args: Any, kwargs: Any, first: Tensor, second: Tensor) -> Path:
     """Write a call of `op` and one of its results in both forms to `path`, and return it. E201 unless `can_save`."""
     check(can_save(op, args, kwargs), "E201", got=f"a call of {op.name()}", rule=_RULE, fix="save nothing of it")
-    place = {"schema": SCHEMA, "op": op.name(), "overload": op._overloadname}
-    content = {**place, "args": _plain(args), "kwargs": _plain(_values(kwargs)), "first": first, "second": second}
+    header = {"schema": SCHEMA, "op": op.name(), "overload": op._overloadname}
+    content = {**header, "args": _plain(args), "kwargs": _plain(_values(kwargs)), "first": first, "second": second}
     torch.save(content, path)
     return path
 
@@ -152,7 +152,7 @@ def overload_of(name: Any, overload: Any) -> OpOverload:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise E201 for an archive that unpacks to more than its size, or whose pickle refers to other names than ours."""
+    """Raise E201 for an archive that unpacks to more than its size, or has a pickle with other names than ours."""
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
@@ -202,7 +202,7 @@ def _walk(tree: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return the bytes of a plain tensor whose elements are all in its storage. E201 for any other."""
+    """Return the bytes of a plain tensor with all its elements in its storage. E201 for any other."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         _refuse(f"a tensor of type {type(tensor).__name__}, layout {tensor.layout}")
     if tensor.dtype not in _DTYPES or tensor.device.type not in ("cpu", "cuda") or tensor.is_neg():
@@ -247,9 +247,9 @@ def _plain(tree: Any) -> Any:
     if isinstance(tree, torch.nn.Parameter):
         return tree.detach()
     if isinstance(tree, (list, tuple)):
-        return [_plain(each) for each in tree]
+        return [_plain(item) for item in tree]
     if isinstance(tree, dict):
-        return {name: _plain(each) for name, each in tree.items()}
+        return {name: _plain(item) for name, item in tree.items()}
     return tree
 
 

@@ -51,16 +51,16 @@ def heading(report: Findings) -> str:
 
 
 def verdict(report: Findings) -> str:
-    """Return one line: "ok" and what was compiled, or what there is to fix."""
+    """Return one line: "ok" and counts of graphs, or the problems to fix."""
     graphs = _plural(len(report.graphs), "graph")
-    found = [
+    problems = [
         *(["failed"] if report.failure else []),
         *_counted(len(report.breaks), "graph break"),
         *_counted(sum(row.count for row in report.recompiles), "recompile"),
         *_counted(len(report.cache_copies), "cache copy", "cache copies"),
         *_counted(len(report.cache_hazards), "cache hazard"),
     ]
-    return f"{', '.join(found)}; {graphs}" if found else f"ok; {graphs}, no break, no recompile"
+    return f"{', '.join(problems)}; {graphs}" if problems else f"ok; {graphs}, no break, no recompile"
 
 
 def sections(report: Findings) -> Iterator[Section]:
@@ -68,8 +68,8 @@ def sections(report: Findings) -> Iterator[Section]:
     if report.failure:
         failure = report.failure
         points = [(failure.type, failure.message)]
-        place = str(failure.place) if failure.place.file else report.target
-        yield Section("The call failed", [Finding(place, "", failure.place.source, points)])
+        location = str(failure.place) if failure.place.file else report.target
+        yield Section("The call failed", [Finding(location, "", failure.place.source, points)])
     if report.breaks:
         yield Section("Graph breaks, worst first", [_break(item) for item in report.breaks])
     if report.recompiles:
@@ -109,19 +109,19 @@ def _backend(decision: OpDecision) -> Table:
 
 
 def _costs(decision: OpDecision) -> list[str]:
-    """Return the sums of bytes, flops, floors and times over the calls whose cost is known."""
-    own = decision.costs
-    times = [cost.measured_us for cost in own if cost.measured_us is not None]
+    """Return the sums of bytes, flops, floors and times over the calls with a known cost."""
+    costs = decision.costs
+    times = [cost.measured_us for cost in costs if cost.measured_us is not None]
     measured = f"{sum(times):.1f}" if times else "-"
-    if times and len(times) < len(own):
+    if times and len(times) < len(costs):
         measured += f" for {len(times)}"
-    flops = sum(cost.flops for cost in own)
+    flops = sum(cost.flops for cost in costs)
     return [
         decision.op,
-        str(len(own)),
-        f"{sum(cost.bytes for cost in own) / 1e6:.3f}",
+        str(len(costs)),
+        f"{sum(cost.bytes for cost in costs) / 1e6:.3f}",
         f"{flops / 1e9:.3f}" if flops else "-",
-        f"{sum(cost.floor_us for cost in own):.2f}",
+        f"{sum(cost.floor_us for cost in costs):.2f}",
         measured,
     ]
 
@@ -225,7 +225,7 @@ def _kernels(report: Findings) -> Section:
 def _places(where: Sequence[str]) -> str:
     """Return file names and lines without folders, which are in the JSON."""
     more = f" +{len(where) - _PLACES_SHOWN}" if len(where) > _PLACES_SHOWN else ""
-    return ", ".join(Path(place).name for place in where[:_PLACES_SHOWN]) + more
+    return ", ".join(Path(path).name for path in where[:_PLACES_SHOWN]) + more
 
 
 def clipped(line: str, width: int) -> str:

@@ -3,8 +3,8 @@
     with dsv4_compile.debug.compile_log(report=print):
         serve()
 
-A request whose shape was never warmed up waits for a compilation. Each gets a line with its cause; `strict` makes it an
-error before it begins.
+A request with a shape that was never warmed up waits for a compilation. Each gets a line with its cause; `strict` makes
+it an error before it begins.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Log:
         return LateWork(kind, what, cause, time.monotonic() - self._started)
 
     def ended(self, entry: LateWork, what: str = "") -> None:
-        """Add an entry whose work has ended, with a better name if there is one."""
+        """Add an entry after its work has ended, with a better name if there is one."""
         took = time.monotonic() - self._started - entry.after
         complete = replace(entry, seconds=took, what=what or entry.what)
         self.entries.append(complete)
@@ -160,8 +160,8 @@ class _Handler(CompileTrace):
     def ended(self, compile_id: str, metrics: dict[str, Any]) -> None:
         """Complete it."""
         if compile_id in self._open:
-            place = Place(metrics.get("co_filename") or "", metrics.get("co_firstlineno") or 0)
-            name = f"{function_name(metrics['co_name'])}, {place}" if metrics.get("co_name") else ""
+            location = Place(metrics.get("co_filename") or "", metrics.get("co_firstlineno") or 0)
+            name = f"{function_name(metrics['co_name'])}, {location}" if metrics.get("co_name") else ""
             self._log.ended(self._open.pop(compile_id), name)
 
 

@@ -1,4 +1,4 @@
-"""Rules for what a captured step reads, and the first buffer that breaks one.
+"""Rules for the buffers that a captured step reads, and the first buffer that breaks one.
 
 A step that reads what an earlier step was given computes plausible nonsense. Values are read only to name the fault,
 and where a rule is about values: block tables, padding, lengths. That waits for the device.
@@ -44,7 +44,7 @@ class Stale:
 
     Attributes:
         buffer: its name: "metadata seq_lens", "input hidden".
-        what: which part of it, and what is wrong there.
+        what: the rows or columns, and the fault there.
         write: the write that it has, with step and writer.
         step: the step that would read it.
         where: what would be replayed.
@@ -120,7 +120,7 @@ class Reading:
                 yield self.stale(buffer, f"older than its inputs, written {newest}", REFRESHED)
 
     def copied(self, batch: Batch, buffers: MetadataBuffers) -> Iterator[Stale]:
-        """Find tables whose source changed, in columns that the batch uses, and was not copied again."""
+        """Find tables with a source that changed, in columns that the batch uses, and was not copied again."""
         for buffer, group in self._tables(buffers):
             changed = buffer.source.changed() if buffer.source is not None else None
             if buffer.source is None or changed is None or buffer.last.serial > self.since:
@@ -129,7 +129,7 @@ class Reading:
             differs = torch.nonzero(target.cpu() != changed.cpu().to(target.dtype)).tolist()
             page = _page_tokens(buffers, group)
             used = {row: layout.cdiv(length, page) for row, _, _, length in batch.requests}
-            for row, column in (each for each in differs if len(each) == 2):
+            for row, column in (index for index in differs if len(index) == 2):
                 if column < used.get(row, 0):
                     now, was = int(changed[row, column]), int(target[row, column])
                     what = f"has page {was} for request {row}, column {column}, and its source has {now}"
@@ -139,9 +139,9 @@ class Reading:
     def pages(self, batch: Batch, buffers: MetadataBuffers) -> Iterator[Stale]:
         """Find tables without a page for a token of the batch."""
         for buffer, group in self._tables(buffers):
-            page, each = _page_tokens(buffers, group), _ENTRY_TOKENS.get(group, 1)
+            page, entry_tokens = _page_tokens(buffers, group), _ENTRY_TOKENS.get(group, 1)
             for row, start, end, length in batch.requests:
-                written = [p for p in range(length - (end - start), length) if (p + 1) % each == 0]
+                written = [p for p in range(length - (end - start), length) if (p + 1) % entry_tokens == 0]
                 columns = sorted({position // page for position in written})
                 entries = buffer.tensor[row, columns].tolist() if columns else []
                 missing = next((c for c, entry in zip(columns, entries, strict=True) if entry < 0), None)
@@ -166,8 +166,8 @@ class Reading:
                     yield self.stale(buffer, f"row {tokens + wrong}, padding, is not zero", PADDING, write)
 
     def _tables(self, buffers: MetadataBuffers) -> Sequence[tuple[Buffer, str]]:
-        own = {f"metadata {group}_block_table": group for group in buffers.groups}
-        return [(b, own[b.name]) for b in self.rows if b.kind == "table" and b.name in own]
+        groups = {f"metadata {group}_block_table": group for group in buffers.groups}
+        return [(b, groups[b.name]) for b in self.rows if b.kind == "table" and b.name in groups]
 
 
 def _page_tokens(buffers: MetadataBuffers, group: str) -> int:
@@ -177,5 +177,5 @@ def _page_tokens(buffers: MetadataBuffers, group: str) -> int:
 
 def _first_row_with_values(rows: Tensor) -> int | None:
     """Return the first of `rows` that is not all zeros, NaN included."""
-    found = torch.nonzero((rows != 0).flatten(1).any(1) if rows.dim() > 1 else rows != 0)
-    return int(found[0, 0]) if found.numel() else None
+    rows_with_values = torch.nonzero((rows != 0).flatten(1).any(1) if rows.dim() > 1 else rows != 0)
+    return int(rows_with_values[0, 0]) if rows_with_values.numel() else None

@@ -83,7 +83,7 @@ def _restored_counters() -> Iterator[None]:
 
 @contextmanager
 def _forgotten_shapes() -> Iterator[None]:
-    """Hide the sizes that torch has seen so far, from which it decides which dims are dynamic."""
+    """Hide the sizes that torch has seen so far: it makes dims dynamic because of them."""
     from .._compat import pgo
 
     names = ("_CODE_STATE", "_INIT_CODE_STATE")

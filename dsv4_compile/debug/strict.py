@@ -1,4 +1,4 @@
-"""`dsv4.strict="after_warmup"`: E430, with its cause, for what a compiled function compiles or builds after warm-up.
+"""`dsv4.strict="after_warmup"`: E430, with its cause, for compilations and builds of a compiled function after warm-up.
 
 Causes are read from torch's structured log, as `compile_log` reads them, from the end of warm-up on. The backend asks
 `check_compile` before each compilation, and wraps what it compiled by `watched`, so that builds of Triton kernels in
@@ -47,7 +47,7 @@ def check_compile() -> None:
 
 
 def watched(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `compiled`, in whose calls a build of a Triton kernel after warm-up raises E430."""
+    """Return `compiled` with calls that raise E430 for a build of a Triton kernel after warm-up."""
 
     def run(*args: Any) -> Any:
         token = _running.set(True)

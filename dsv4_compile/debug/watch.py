@@ -35,7 +35,7 @@ _SILENCED = {
     "torch._dynamo.variables": logging.ERROR,
     "torch._subclasses.fake_tensor": logging.CRITICAL,
 }
-"""Loggers whose messages the report words better, and the level from which they still print."""
+"""Loggers with messages that the report words better, and the lowest level that they still print."""
 _LIMIT = re.compile(r"'(.+)' \((.+):(\d+)\)$")
 
 
@@ -87,15 +87,15 @@ class Watch:
             from .._compat import RestartAnalysis
 
             seen: list[list[Any]] = [self.graphs, self.hazards, self.undecided, self.decided, self.decided.fusions]
-            counts = [len(found) for found in seen]
-            whole = write_out(gm, example_inputs)
-            self._record_graph(whole.gm, name)
+            counts = [len(rows) for rows in seen]
+            written = write_out(gm, example_inputs)
+            self._record_graph(written.gm, name)
             try:
-                return whole.as_traced(compiler(whole.gm, whole.example_inputs, **{**kwargs, **fixed}))
+                return written.as_traced(compiler(written.gm, written.example_inputs, **{**kwargs, **fixed}))
             except RestartAnalysis:
                 # Dynamo traces again, with a float of the module as a constant, and discards this graph.
-                for found, count in zip(seen, counts, strict=True):
-                    del found[count:]
+                for rows, count in zip(seen, counts, strict=True):
+                    del rows[count:]
                 raise
 
         options = fixed.get("options") or {}
@@ -243,8 +243,8 @@ class _Handler(logging.Handler):
         elif "compilation_metrics" in metadata:
             metrics = metadata["compilation_metrics"]
             if metrics.get("co_name"):
-                place = Place(metrics["co_filename"], metrics["co_firstlineno"], function_name(metrics["co_name"]))
-                self.events.functions[compile_id] = place
+                location = Place(metrics["co_filename"], metrics["co_firstlineno"], function_name(metrics["co_name"]))
+                self.events.functions[compile_id] = location
 
     def _recompile(self, compile_id: str, payload: str) -> None:
         from .._compat import variables_of_traced_frame

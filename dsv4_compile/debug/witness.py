@@ -36,7 +36,7 @@ Owner = DecodeRunner | MetadataBuffers | Mapping[str, Tensor]
 
 
 class Witness:
-    """Writes to the buffers of some owners, and what was stale.
+    """Writes to the buffers of some owners, and the stale reads.
 
     Attributes:
         stale: findings, in their order.
@@ -51,18 +51,18 @@ class Witness:
         metadata = [runner.buffers for runner in self._runners]
         metadata += [owner for owner in owners if isinstance(owner, MetadataBuffers)]
         self._contexts = {id(runner): Contexts(runner.buffers) for runner in self._runners if contexts}
-        self._metadata = list({id(each): each for each in metadata}.values())
-        found = [buffer for each in self._metadata for buffer in _buffers_of(each)]
-        self._of_runner = {id(runner): _inputs_of(runner, found) for runner in self._runners}
-        found += [buffer for own in self._of_runner.values() for buffer in own]
+        self._metadata = list({id(buffers_of_owner): buffers_of_owner for buffers_of_owner in metadata}.values())
+        watched = [buffer for buffers_of_owner in self._metadata for buffer in _buffers_of(buffers_of_owner)]
+        self._of_runner = {id(runner): _inputs_of(runner, watched) for runner in self._runners}
+        watched += [buffer for inputs in self._of_runner.values() for buffer in inputs]
         for owner in owners:
             if isinstance(owner, Mapping):
-                found += [Buffer(f"input {name}", tensor, "input") for name, tensor in owner.items()]
+                watched += [Buffer(f"input {name}", tensor, "input") for name, tensor in owner.items()]
         for runner in self._runners:
             caches = named_tensors(runner.caches, "caches")
-            found += [Buffer(name, tensor, "cache") for name, tensor in caches.items()]
-        self.buffers = found
-        self.mode = Writes(found)
+            watched += [Buffer(name, tensor, "cache") for name, tensor in caches.items()]
+        self.buffers = watched
+        self.mode = Writes(watched)
         self._since: dict[Any, int] = {}
         self._counts: dict[Any, int] = {}
         self._running = False
@@ -75,17 +75,17 @@ class Witness:
             parts = {str(write) for _, write in buffer.rows}
             more = f", other rows earlier ({len(parts)} writes)" if len(parts) > 1 else ""
             lines.append(f"{buffer.name:{width}}  {buffer.last}{more}")
-        return "\n".join([*lines, *(f"stale: {each}" for each in self.stale)])
+        return "\n".join([*lines, *(f"stale: {finding}" for finding in self.stale)])
 
     def last_write(self, name: str) -> Write:
-        """Return the last write of a buffer by its name in messages. E201 for another name."""
+        """Return the last write of a buffer by its name in messages. E201 for an unknown name."""
         self.mode.look()
-        found = {buffer.name: buffer for buffer in self.buffers}
-        check(name in found, "E201", got=f"buffer {name!r}", rule=f"buffers are {', '.join(found)}")
-        return found[name].last
+        by_name = {buffer.name: buffer for buffer in self.buffers}
+        check(name in by_name, "E201", got=f"buffer {name!r}", rule=f"buffers are {', '.join(by_name)}")
+        return by_name[name].last
 
     def wrote(self, tensor: Tensor, by: str) -> None:
-        """Record a write that torch cannot see, of a kernel or another library; `by` names it in messages."""
+        """Record a write that torch cannot see, of a kernel or a foreign library; `by` names it in messages."""
         write = self.mode.new(by)
         for buffer in self.mode.sharing(tensor):
             buffer.add(write, *buffer.rows_of(tensor))
@@ -96,7 +96,7 @@ class Witness:
         return Reading(self.mode.step, where, self._since.get(key, -1), rows)
 
     def done(self, key: Any, written: Sequence[Buffer], where: str) -> None:
-        """Count the step that has run, and what its graph wrote."""
+        """Count the step that has run, and record the writes of its graph."""
         by = self.mode.new(where)
         for buffer in written:
             if buffer.kind in ("cache", "output"):
@@ -111,24 +111,24 @@ class Witness:
 
     def found(self, stale: Iterator[Stale]) -> None:
         """Keep findings, report them, and raise the first if the witness is strict."""
-        for each in stale:
-            self.stale.append(each)
+        for finding in stale:
+            self.stale.append(finding)
             if self._report is not None:
-                self._report(each)
+                self._report(finding)
             if self._strict:
-                raise each.error()
+                raise finding.error()
 
     def step_of(self, runner: DecodeRunner, where: str, bucket: int, tokens: int) -> Callable[[], None] | None:
         """Check a step that a runner is about to make; return what to call after it, None for a foreign runner."""
-        own = self._of_runner.get(id(runner))
-        if own is None:
+        runner_inputs = self._of_runner.get(id(runner))
+        if runner_inputs is None:
             return None
         metadata = _tensors_of(runner.buffers, self.buffers)
         rows = {buffer: (0, buffer.count) for buffer in metadata if buffer.kind not in ("output", "other")}
-        inputs = dict.fromkeys(own, (0, tokens))
+        inputs = dict.fromkeys(runner_inputs, (0, tokens))
         # What a run does not advance holds for all its steps.
-        given = {} if self._running else inputs
-        reading, batch = self.reads(id(runner), where, rows | given), Batch.of(runner.buffers)
+        read_each_step = {} if self._running else inputs
+        reading, batch = self.reads(id(runner), where, rows | read_each_step), Batch.of(runner.buffers)
         self.found(reading.tokens(batch, tokens))
         self.found(reading.each_step())
         self.found(reading.copied(batch, runner.buffers))
@@ -143,7 +143,7 @@ class Witness:
         written += [buffer for buffer in metadata if buffer.kind == "output"]
         if where.startswith("the run"):
             advanced = [runner.buffers.tensors[name] for name in _ADVANCED]
-            written += [b for b in (*metadata, *own) if any(overlap(b.tensor, tensor) for tensor in advanced)]
+            written += [b for b in (*metadata, *runner_inputs) if any(overlap(b.tensor, tensor) for tensor in advanced)]
 
         def done() -> None:
             self.done(id(runner), written, where)
@@ -163,15 +163,15 @@ class Witness:
         if not rows:
             return None
         key = (id(graph), *(arg.data_ptr() for arg in args if isinstance(arg, Tensor) and self.mode.sharing(arg)))
-        read = [each for each in self._metadata if any(b in rows for b in _tensors_of(each, self.buffers))]
-        inputs = {b: (0, b.count) for each in read for b in _tensors_of(each, self.buffers) if b.kind in _REFRESHES}
+        read = [owner for owner in self._metadata if any(b in rows for b in _tensors_of(owner, self.buffers))]
+        inputs = {b: (0, b.count) for owner in read for b in _tensors_of(owner, self.buffers) if b.kind in _REFRESHES}
         with_inputs = self.reads(key, where, inputs | rows)
         self.found(with_inputs.refreshed())
         self.found(self.reads(key, where, rows).each_step())
-        for each in read:
-            batch = Batch.of(each)
-            self.found(with_inputs.copied(batch, each))
-            self.found(with_inputs.pages(batch, each))
+        for owner in read:
+            batch = Batch.of(owner)
+            self.found(with_inputs.copied(batch, owner))
+            self.found(with_inputs.pages(batch, owner))
         before = {buffer: buffer.version for buffer in rows}
 
         def done() -> None:
@@ -231,8 +231,8 @@ def _buffers_of(metadata: MetadataBuffers) -> list[Buffer]:
 
 
 def _tensors_of(metadata: MetadataBuffers, buffers: Sequence[Buffer]) -> list[Buffer]:
-    own = {id(tensor) for tensor in metadata.tensors.values()}
-    return [buffer for buffer in buffers if id(buffer.tensor) in own and buffer.name.startswith("metadata")]
+    ids = {id(tensor) for tensor in metadata.tensors.values()}
+    return [buffer for buffer in buffers if id(buffer.tensor) in ids and buffer.name.startswith("metadata")]
 
 
 def _inputs_of(runner: DecodeRunner, metadata: Sequence[Buffer]) -> list[Buffer]:

@@ -1,4 +1,4 @@
-"""Writes to persistent tensors: in which step each row was written last, and by whom.
+"""Writes to persistent tensors: the step of the last write of each row, and its writer.
 
 Ops of the thread that opened the block are seen by a dispatch mode, with rows and line. What other threads and
 compiled code write is seen by the tensors' version counters, without rows and line.
@@ -55,16 +55,16 @@ class Source:
     @classmethod
     def of(cls, target: Tensor, given: Tensor) -> Source:
         """Remember that `given` was copied to `target` just now."""
-        whole = owner(given)
+        base = owner(given)
         record = TensorRecord.of("", given)
-        return cls(weakref.ref(whole), version_of(whole), record, int(given.storage_offset()), target)
+        return cls(weakref.ref(base), version_of(base), record, int(given.storage_offset()), target)
 
     def changed(self) -> Tensor | None:
         """Return the source as it is now if it is alive and was written since; None otherwise."""
-        whole = self.owner()
-        if whole is None or self.version < 0 or version_of(whole) == self.version:
+        base = self.owner()
+        if base is None or self.version < 0 or version_of(base) == self.version:
             return None
-        return whole.as_strided(self.record.shape, self.record.stride, self.offset)
+        return base.as_strided(self.record.shape, self.record.stride, self.offset)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,8 +94,8 @@ class Buffer:
     def add(self, write: Write, first: int = 0, end: int | None = None) -> None:
         """Record that rows `first` to `end` were written."""
         end = self.count if end is None else end
-        before = [(min(stop, first), each) for start, stop, each in self._ranges() if start < first]
-        after = [(stop, each) for start, stop, each in self._ranges() if stop > end]
+        before = [(min(stop, first), last_write) for start, stop, last_write in self._ranges() if start < first]
+        after = [(stop, last_write) for start, stop, last_write in self._ranges() if stop > end]
         self.rows = [*before, (end, write), *after] if end > first else self.rows
 
     def _ranges(self) -> Iterator[tuple[int, int, Write]]:
@@ -199,13 +199,13 @@ class Writes(TransparentMode):
         return [buffer for buffer in self._of_storage(tensor) if buffer.rows_of(tensor) != (0, 0)]
 
     def _of_storage(self, tensor: Tensor) -> list[Buffer]:
-        """Return the buffers in the storage of `tensor`, whose counters it may share."""
+        """Return the buffers in the storage of `tensor`; it may share their counters."""
         if type(tensor) not in (Tensor, nn.Parameter):  # a fake tensor of the compiler has no memory
             return []
         return self._by_storage.get(tensor.untyped_storage().data_ptr(), [])
 
     def settle(self) -> None:
-        """Read the counters of what this mode saw; one that grew more was written by other code too."""
+        """Read the counters of buffers that this mode saw written; one that grew more was written by other code too."""
         for buffer in self._pending:
             self._compare(buffer)
         self._pending.clear()
@@ -229,8 +229,8 @@ def written_by(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            each = value if isinstance(value, (list, tuple)) else (value,)
-            yield from (tensor for tensor in each if isinstance(tensor, Tensor))
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            yield from (tensor for tensor in values if isinstance(tensor, Tensor))
 
 
 def _writer(func: OpOverload) -> str:
@@ -242,7 +242,7 @@ def _writer(func: OpOverload) -> str:
         if not is_torch(code.co_filename) and not is_standard(code.co_filename):
             if not Path(code.co_filename).is_relative_to(_PACKAGE):
                 return f"{inner or op_name(func)} at {Place(code.co_filename, frame.f_lineno)}"
-            own = frame.f_locals.get("self")
-            inner = f"{type(own).__name__}.{code.co_name}" if own is not None else code.co_name
+            method_owner = frame.f_locals.get("self")
+            inner = f"{type(method_owner).__name__}.{code.co_name}" if method_owner is not None else code.co_name
         frame = frame.f_back
     return inner or op_name(func)
