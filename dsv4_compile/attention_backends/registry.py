@@ -30,7 +30,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
     "ROCM_FLASHMLA_SPARSE_DSV4": DeepseekV4ROCMAiterMLASparseBackend,
     "FLASHINFER_MLA_SPARSE": FlashInferMLASparseBackend,
 }
-"""All backends by name, in the order in which `auto` tries them."""
+"""All backends by name, in the order that `auto` tries them."""
 NAMES = tuple(BACKENDS)
 DECISION = "attention_backend"
 """The `op` of decisions that choose a backend."""
@@ -124,15 +124,15 @@ def _automatic(demand: Demand) -> Selection:
     unsupported = {name: backend.why_unsupported(demand) for name, backend in BACKENDS.items()}
     chosen = next((name for name, why in unsupported.items() if not why), None)
     if chosen is None:
-        own = [name for name, backend in BACKENDS.items() if backend.model_type == demand.model_type]
+        of_model = [name for name, backend in BACKENDS.items() if backend.model_type == demand.model_type]
         models = sorted({backend.model_type for backend in BACKENDS.values()})
         fail(
             "E302",
             got=f"no attention backend for {demand}",
             why="; ".join(f"{name}: {why}" for name, why in unsupported.items()),
             rule="auto takes the first backend that serves the model, the cache, the device and the engine",
-            fix=f"change what the reason of {' or '.join(own)} names"
-            if own
+            fix=f"change what the reason of {' or '.join(of_model)} names"
+            if of_model
             else f"model_type is one of {', '.join(models)}",
         )
     others = tuple(

@@ -1,7 +1,7 @@
 """ROCM_FLASHMLA_SPARSE_DSV4: index rows as ragged lists (CSR), for decodes over caches and prefills over a workspace.
 
-AMD's aiter has no attention kernel of this kind; the system of this name uses Triton kernels of its own. Here
-`sparse_mla_decode_ragged` and `sparse_mla_prefill_ragged` compute it.
+AMD's aiter has no attention kernel of this kind; the backend of this name in other engines uses their Triton kernels.
+Here `sparse_mla_decode_ragged` and `sparse_mla_prefill_ragged` compute it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .v4 import Inputs, WorkspacePrefill, decode_tokens
 from .window_metadata import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 
 FNUZ_ARCHITECTURES = ("cuda gfx940", "cuda gfx941", "cuda gfx942")
-"""GPUs whose 8-bit floats are e4m3fnuz: the same byte means half of its e4m3fn value, which caches store."""
+"""GPUs with e4m3fnuz as 8-bit float: the same byte means half of its e4m3fn value, which caches store."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ ENGINES = ("dsv4", "library")
 
 
 class CudaGraphSupport(IntEnum):
-    """Batches for which a backend can be captured; each level includes the levels before it."""
+    """Batches that a backend can be captured for; each level includes the levels before it."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -29,8 +29,8 @@ class CudaGraphSupport(IntEnum):
 
 def capability(architecture: str) -> tuple[int, int] | None:
     """Return the CUDA compute capability of a `_compat.device_architecture`; None for other devices."""
-    found = re.fullmatch(r"cuda sm_(\d+)(\d)", architecture)
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.fullmatch(r"cuda sm_(\d+)(\d)", architecture)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from .window_metadata import DeepseekSparseSWAMetadata
 from .workspace import Workspace
 
 PREFILL_CHUNK_SIZE = 4
-"""Requests whose keys and values are gathered at the same time; it bounds the workspace."""
+"""Requests that gather keys and values at the same time; it bounds the workspace."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class DeepseekV4SparseAttention(SparseAttention):
 
     The split consists of host numbers, so there is one compiled graph for decodes only, one for prefills only and one
     for both; within each, a new batch does not recompile. torch.compile merges sizes that are equal in the first batch:
-    warm up with a batch whose numbers of tokens, decodes and requests differ.
+    warm up with a batch with different numbers of tokens, decodes and requests.
 
     Prefills gather keys and values into `workspace`; None allocates at each call, which suits compiled code.
     """
@@ -91,7 +91,7 @@ class DeepseekV4SparseAttention(SparseAttention):
         attn_sink: Tensor | None = None,
         kv_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend T tokens whose keys and values are in the caches already.
+        """Attend T tokens; their keys and values are in the caches already.
 
         Args:
             q: `[T, H, D]`, normed and rotated; rows after the metadata's tokens are padding of a captured graph.

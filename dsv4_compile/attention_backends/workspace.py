@@ -43,8 +43,8 @@ class Workspace:
             self._grow(sum(sizes))
         parts = self._buffer[: sum(sizes)].split(sizes)
         return [
-            part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for part, (shape, dtype) in zip(parts, wanted, strict=True)
+            piece[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for piece, (shape, dtype) in zip(parts, wanted, strict=True)
         ]
 
     def _grow(self, nbytes: int) -> None:

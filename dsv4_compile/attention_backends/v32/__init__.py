@@ -1,1 +1,1 @@
-"""DeepSeek-V3.2: its attention backend, indexer and layer, another model than the rest of this package."""
+"""DeepSeek-V3.2: its attention backend, indexer and layer; the rest of this package is for DeepSeek-V4."""

@@ -138,7 +138,7 @@ class FlashInferMLASparseAttention(SparseAttention):
         metadata: FlashInferMLASparseMetadata,
         topk_indices: Tensor,
     ) -> Tensor:
-        """Attend T tokens whose keys are in the cache already.
+        """Attend T tokens; their keys are in the cache already.
 
         Args:
             q: `[T, H, latent + rope]`, or its two parts. Rows after the metadata's tokens are padding.

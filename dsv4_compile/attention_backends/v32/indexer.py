@@ -4,7 +4,7 @@
 
 Each token has one small key (a linear of the layer's input, LayerNorm, RoPE) in a cache with pages of the same size as
 the attention cache. Queries are a linear of the query latent. The ops for scores and selection are those of V4's
-indexer, whose entries cover several tokens each.
+indexer, where an entry covers several tokens.
 """
 
 from __future__ import annotations

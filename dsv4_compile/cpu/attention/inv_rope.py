@@ -14,7 +14,7 @@ def inv_rope(o: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     if native.takes(o, cos_sin_cache, int64=(positions,)):
         out = torch.empty(o.shape, dtype=o.dtype)
         rows, rope = cos_sin_cache.shape
-        given = o, o.stride(0), out, positions, cos_sin_cache
-        native.call("rope", *given, *o.shape, rope, rows, 1, torch.get_num_threads())
+        arguments = o, o.stride(0), out, positions, cos_sin_cache
+        native.call("rope", *arguments, *o.shape, rope, rows, 1, torch.get_num_threads())
         return out
     return reference.inv_rope(o, positions, cos_sin_cache)

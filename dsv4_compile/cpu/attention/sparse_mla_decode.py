@@ -26,7 +26,7 @@ ROWS_OF_A_TILE = 1024
 FEWEST_TOKENS = 16
 """Fewest tokens that share keys."""
 MOST_SHARED = 4
-"""Keys of the union of a tile, for each that a token may attend, up to which they are shared."""
+"""Most keys of the union of a tile, per key that a token may attend, to share them."""
 
 
 class _Selection(NamedTuple):
@@ -52,27 +52,27 @@ def sparse_mla_decode(call: DecodeArguments) -> tuple[Tensor, Tensor]:
         out, lse = _in_kernel(call, q)
         return _rotated_back(call, out), lse
     if call.batch_invariant and tokens > 1:
-        # A GEMM may sum in another order for another number of tokens, so each token has GEMMs of its size.
+        # The order of sums in a GEMM may depend on the number of tokens, so each token gets separate GEMMs.
         alone = [sparse_mla_decode(_token(call, t)) for t in range(tokens)]
         return torch.cat([out for out, _ in alone]), torch.cat([lse for _, lse in alone])
     selections = [_select(call.k_cache, call.block_size, call.indices[:tokens], call.lens[:tokens])]
     if call.extra_k_cache is not None and call.extra_indices is not None and call.extra_lens is not None:
         extra = call.extra_indices[:tokens], call.extra_lens[:tokens]
         selections.append(_select(call.extra_k_cache, call.extra_block_size, *extra))
-    selections = [each for each in selections if each.slots.numel() > 0]
+    selections = [selection for selection in selections if selection.slots.numel() > 0]
     parts: list[tuple[Tensor, Tensor]] = []
     if selections:
         shares = tokens >= FEWEST_TOKENS
         step = max(FEWEST_TOKENS, ROWS_OF_A_TILE // heads) if shares else tokens
         for start in range(0, tokens, step):
             rows = slice(start, min(start + step, tokens))
-            own = [each.tokens(rows) for each in selections]
-            shared = _attend_shared(call, q[rows], own) if shares else None
-            parts += _attend_gathered(call, q[rows], own) if shared is None else [shared]
+            in_rows = [selection.tokens(rows) for selection in selections]
+            shared = _attend_shared(call, q[rows], in_rows) if shares else None
+            parts += _attend_gathered(call, q[rows], in_rows) if shared is None else [shared]
     else:
         lse = q.new_full((tokens, heads), torch.inf, dtype=torch.float32)
         parts.append((q.new_zeros(q.shape, dtype=torch.float32), lse))
-    out, lse = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts, strict=True))
+    out, lse = parts[0] if len(parts) == 1 else (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return _rotated_back(call, out.to(output_dtype(q))), lse
 
 
@@ -80,7 +80,7 @@ def _token(call: DecodeArguments, t: int) -> DecodeArguments:
     """Return the call of token `t` alone."""
     rows = "q", "indices", "lens", "extra_indices", "extra_lens", "positions"
     tensors = {name: getattr(call, name) for name in rows}
-    return call._replace(**{name: each[t : t + 1] for name, each in tensors.items() if each is not None})
+    return call._replace(**{name: tensor[t : t + 1] for name, tensor in tensors.items() if tensor is not None})
 
 
 def _rotated_back(call: DecodeArguments, out: Tensor) -> Tensor:
@@ -121,21 +121,21 @@ def _select(cache: Tensor, block_size: int, indices: Tensor, lens: Tensor) -> _S
 
 
 def _attend_gathered(call: DecodeArguments, q: Tensor, parts: Sequence[_Selection]) -> list[tuple[Tensor, Tensor]]:
-    """Return out `[n, H, D]` and lse `[n, H]`, float32, of a few tokens after the other, whose keys are gathered."""
-    width = sum(part.slots.shape[1] for part in parts)
-    found = []
+    """Return out `[n, H, D]` and lse `[n, H]`, float32, of a few tokens at a time, after gathering their keys."""
+    width = sum(selection.slots.shape[1] for selection in parts)
+    results = []
     for rows in token_chunks(q.shape[0], width, q.shape[2], q.device):
         queries = q[rows].float()
-        own = [part.tokens(rows) for part in parts]
-        keys = [_gather(call, part) for part in own]
+        in_rows = [selection.tokens(rows) for selection in parts]
+        keys = [_gather(call, selection) for selection in in_rows]
         scores = torch.cat([torch.bmm(queries, key.transpose(1, 2)) for key in keys], dim=2).mul_(call.scale)
-        valid = torch.cat([part.valid for part in own], dim=1)
+        valid = torch.cat([selection.valid for selection in in_rows], dim=1)
         weights, norm, lse = _softmax(scores, valid, call.attn_sink)
-        widths = [part.slots.shape[1] for part in own]
+        widths = [selection.slots.shape[1] for selection in in_rows]
         sums = [torch.bmm(weight, key) for weight, key in zip(weights.split(widths, dim=2), keys, strict=True)]
         out = sums[0] if len(sums) == 1 else sums[0].add_(sums[1])
-        found.append((out.mul_(norm[..., None]), lse))
-    return found
+        results.append((out.mul_(norm[..., None]), lse))
+    return results
 
 
 def _gather(call: DecodeArguments, part: _Selection) -> Tensor:
@@ -152,13 +152,13 @@ def _attend_shared(call: DecodeArguments, q: Tensor, parts: Sequence[_Selection]
     A key that is not finite would reach tokens that do not attend it, as zero times infinity: None for those too.
     """
     tokens, heads, head_dim = q.shape
-    unions = [_union(part) for part in parts]
-    if sum(union.shape[0] for union, _ in unions) > MOST_SHARED * sum(part.slots.shape[1] for part in parts):
+    unions = [_union(selection) for selection in parts]
+    if sum(union.shape[0] for union, _ in unions) > MOST_SHARED * sum(selection.slots.shape[1] for selection in parts):
         return None
     keys = torch.cat(
         [
-            read_rows(part.cache, call.cache_format, part.block_size, union, call.kv_scale)
-            for part, (union, _) in zip(parts, unions, strict=True)
+            read_rows(selection.cache, call.cache_format, selection.block_size, union, call.kv_scale)
+            for selection, (union, _) in zip(parts, unions, strict=True)
         ]
     )
     if not bool(keys.sum().isfinite()):

@@ -10,11 +10,11 @@ from ...reference.common import kv_format, paging
 
 def with_slots(slots: Tensor, num_blocks: int, block_size: int, *rows: Tensor) -> tuple[Tensor, ...]:
     """Return the `slots` `[N]` that lie in the cache, and the same of the first N of each of `rows`."""
-    given = slots, *(each[: slots.shape[0]] for each in rows)
+    tensors = slots, *(tensor[: slots.shape[0]] for tensor in rows)
     places = paging.valid_slots(slots, num_blocks, block_size).nonzero().view(-1)
     if places.shape[0] == slots.shape[0]:
-        return given
-    return tuple(each.index_select(0, places) for each in given)
+        return tensors
+    return tuple(tensor.index_select(0, places) for tensor in tensors)
 
 
 def read_rows(cache: Tensor, fmt: str, block_size: int, slots: Tensor, kv_scale: Tensor | None = None) -> Tensor:

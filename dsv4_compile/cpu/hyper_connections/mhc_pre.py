@@ -32,8 +32,8 @@ def mhc_pre(
         return results[0], results[1], results[2]
     sizes = [count, count, count * count]
     mix = stream_mix(streams, fn, norm_eps)
-    for part, factor in zip(mix.split(sizes, 1), scale.float().unbind(), strict=True):
-        part.mul_(factor)
+    for columns, factor in zip(mix.split(sizes, 1), scale.float().unbind(), strict=True):
+        columns.mul_(factor)
     mix += base.float()
     pre, post, logits = mix.split(sizes, 1)
     y = mixed_input(streams, pre.sigmoid().add_(hc_eps), norm_weight, norm_eps)

@@ -40,11 +40,11 @@ def indexer_logits_topk(op: TopkArguments) -> Tensor:
         selected = torch.where(visible, entries, PAD_INDEX)
         return torch.nn.functional.pad(selected, (0, op.topk - entries.shape[0]), value=PAD_INDEX)
     slots = (blocks[:, :, None] * op.block_size + torch.arange(op.block_size)).flatten(1)[:, :longest]
-    found = []
+    indices = []
     for rows, one in _neighbours(requests):
         logits = _logits(op, rows, slots[rows.start] if one else slots[rows])
-        found.append(select_topk(logits, visible[rows], op.topk))
-    return torch.cat(found)
+        indices.append(select_topk(logits, visible[rows], op.topk))
+    return torch.cat(indices)
 
 
 def _blocks(op: TopkArguments, requests: Tensor, count: int) -> Tensor | None:

@@ -26,5 +26,5 @@ def indexer_q_rope_quant(
         where = q, q.stride(0), out, positions, cos_sin_cache
         native.call("rope", *where, *q.shape, rope, rows, 0, torch.get_num_threads())
         return out, torch.empty((tokens, heads, 0)), (weights * dim**-0.5).mul_(heads**-0.5)
-    given = q, positions, cos_sin_cache, weights, cache_format, hadamard, round_weights
-    return reference.indexer_q_rope_quant(*given)
+    arguments = q, positions, cos_sin_cache, weights, cache_format, hadamard, round_weights
+    return reference.indexer_q_rope_quant(*arguments)

@@ -1,4 +1,4 @@
-"""A float32 GEMM of which a kernel takes a few rows, oneDNN many rows and a large weight, and torch.mm what is left.
+"""A float32 GEMM: by a kernel for a few rows, by oneDNN for many rows and a large weight, otherwise by torch.mm.
 
 In the kernel, a row has the same bits alone and among others; libraries may sum in other orders for other numbers of
 rows. oneDNN reads the weight where it is, as torch.mm does; on an AMD CPU it is faster than the library that torch.mm

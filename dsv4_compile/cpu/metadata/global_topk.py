@@ -17,7 +17,7 @@ def global_topk(
     if native.takes(int32=places) and is_valid_token.is_contiguous():
         rows = topk_indices.flatten(1)
         slots, counts = torch.empty(rows.shape, dtype=torch.int32), torch.empty(rows.shape[0], dtype=torch.int32)
-        given = *places, is_valid_token, slots, counts, *rows.shape, *block_table.shape, block_size
-        native.call("global_topk", *given)
+        arguments = *places, is_valid_token, slots, counts, *rows.shape, *block_table.shape, block_size
+        native.call("global_topk", *arguments)
         return slots, counts
     return reference.global_topk(topk_indices, token_to_req, block_table, is_valid_token, block_size)

@@ -26,10 +26,10 @@ def token_slots(
     known = ((positions + 1) % ratio == 0).logical_and_(positions >= 0).logical_and_(column < columns)
     places = (requests * columns).add_(column).masked_fill_(~known, 0)
     pages = [
-        table.reshape(-1).index_select(0, place)
+        table.reshape(-1).index_select(0, index)
         if table.numel() > 0
-        else torch.full_like(place, PAD_INDEX, dtype=table.dtype)
-        for table, place in zip(tables, places.unbind(0), strict=True)
+        else torch.full_like(index, PAD_INDEX, dtype=table.dtype)
+        for table, index in zip(tables, places.unbind(0), strict=True)
     ]
     page = torch.stack(pages)
     slots = page * block + (logical - column * block)

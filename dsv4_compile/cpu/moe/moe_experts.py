@@ -1,7 +1,7 @@
 """Experts one after the other, each with all of its tokens; the weight of an expert that no token takes is not read.
 
 Places are sorted by expert, so that all but the two GEMMs of an expert is done for all of them at once. In the kernel
-for few tokens, a token has the same bits in any batch; among more, GEMMs may sum in another order.
+for few tokens, a token has the same bits in any batch; among more, GEMMs may sum in a different order.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def _in_gemms(call: ExpertsArguments) -> Tensor:
     (tokens, dim), top_k = call.x.shape, call.ids.shape[1]
     rows, out = call.x.index_select(0, places // top_k), torch.zeros((tokens, dim))
     parts = zip(rows.split(counts), places.split(counts), call.w13.unbind(), call.w2.unbind(), strict=True)
-    for x, own, w13, w2 in parts:
+    for x, expert_places, w13, w2 in parts:
         if x.shape[0] > 0:
             result = mm(_swiglu(mm(x, w13.t()), call.limit), w2.t())
-            native.call("add_rows", result, own, call.weights, out, *x.shape, top_k)
+            native.call("add_rows", result, expert_places, call.weights, out, *x.shape, top_k)
     if call.shared_w13 is not None and call.shared_w2 is not None:
         out += mm(_swiglu(mm(call.x, call.shared_w13.t()), call.limit), call.shared_w2.t())
     return out
@@ -87,7 +87,7 @@ def _by_expert(call: ExpertsArguments, name: str, rows: Tensor, counts: Sequence
     out, start = rows.new_empty((rows.shape[0], weight.shape[1])), 0
     for expert, count in enumerate(counts):
         if count > 0:
-            own = dequantize_expert(weight[expert], None if scale is None else scale[expert], call.interleaved)
-            torch.mm(rows[start : start + count], own.t(), out=out[start : start + count])
+            matrix = dequantize_expert(weight[expert], None if scale is None else scale[expert], call.interleaved)
+            torch.mm(rows[start : start + count], matrix.t(), out=out[start : start + count])
             start += count
     return out

@@ -27,7 +27,7 @@ def moe_route(
     if both and native.takes(x, gate, bias, int64=(token_ids, tid2eid)):
         ids, weights = torch.empty((tokens, top_k), dtype=torch.int32), torch.empty((tokens, top_k))
         sizes = tokens, *gate.shape, top_k, 0 if tid2eid is None else tid2eid.shape[0]
-        given = x, gate, bias, token_ids, tid2eid, ids, weights
-        native.call("moe_route", *given, *sizes, float(scale), torch.get_num_threads())
+        arguments = x, gate, bias, token_ids, tid2eid, ids, weights
+        native.call("moe_route", *arguments, *sizes, float(scale), torch.get_num_threads())
         return ids, weights
     return reference.moe_route(x, gate, bias, token_ids, tid2eid, top_k, scale)

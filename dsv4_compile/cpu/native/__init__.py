@@ -84,8 +84,8 @@ def takes(*tensors: Tensor | None, rows: Tensor | None = None, int64: Any = (), 
     """
     if _state.get("loaded") is None:
         return False
-    for dtype, each in ((torch.float32, tensors), (torch.int64, int64), (torch.int32, int32)):
-        for tensor in each:
+    for dtype, of_dtype in ((torch.float32, tensors), (torch.int64, int64), (torch.int32, int32)):
+        for tensor in of_dtype:
             if tensor is not None and (tensor.dtype is not dtype or not tensor.is_contiguous()):
                 return False
     return rows is None or (rows.dtype is torch.float32 and rows.stride(-1) == 1)
@@ -100,7 +100,7 @@ def call(kernel: str, *values: Tensor | float | None) -> None:
 
 
 def _packer(kernel: str, values: tuple[Tensor | float | None, ...]) -> Callable[..., bytes]:
-    """Return what packs the struct of a kernel, whose fields the first call tells."""
+    """Return the function that packs the struct of a kernel; the first call determines the fields."""
     pack = _packers.get(kernel)
     if pack is None:
         form = "".join("d" if isinstance(value, float) else "q" for value in values)

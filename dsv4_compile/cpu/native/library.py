@@ -49,7 +49,7 @@ def find_compiler() -> list[str]:
     program = None if words[0].startswith("-") else shutil.which(words[0])
     if program is None:
         raise Unusable(f"no C++ compiler: CXX names {words[0]!r}, which is no program on PATH")
-    return [os.path.abspath(program), *words[1:]]  # it runs in another folder
+    return [os.path.abspath(program), *words[1:]]  # it runs in a different folder
 
 
 def load(folder: Path, key: str, command: Sequence[str], seconds: float) -> ctypes.CDLL:
@@ -107,11 +107,11 @@ def _digest(descriptor: int) -> str:
 
 
 def _build(folder: Path, key: str, command: Sequence[str], seconds: float) -> Path:
-    """Return a new library, written beside its final place, synced and then moved there."""
+    """Return a new library, written next to its final path, synced and then moved there."""
     _remove_remains(folder, 2 * seconds + 60)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=folder, ignore_cleanup_errors=True) as made:
-        new = Path(made, "kernels.so")
-        _run([*command, "-o", str(new)], Path(made), seconds)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=folder, ignore_cleanup_errors=True) as temporary:
+        new = Path(temporary, "kernels.so")
+        _run([*command, "-o", str(new)], Path(temporary), seconds)
         if not new.is_file() or new.is_symlink() or not new.stat().st_size:
             raise Unusable(f"{command[0]} ended without an error and wrote no library")
         new.chmod(stat.S_IRWXU)

@@ -32,13 +32,13 @@ def compress_norm_rope_insert(call: CompressArguments) -> None:
         (call.slot_mapping, call.k_cache, call.block_size),
     ):
         keep &= paging.valid_slots(slots.index_select(0, rows), cache.shape[0], block)
-    for part in rows[keep].split(ENTRIES_AT_A_TIME):
-        at = call.positions.index_select(0, part).long()
-        entry = rms_norm(_pool(call, call.token_to_req.index_select(0, part), at), call.eps, call.norm_weight)
+    for chunk in rows[keep].split(ENTRIES_AT_A_TIME):
+        at = call.positions.index_select(0, chunk).long()
+        entry = rms_norm(_pool(call, call.token_to_req.index_select(0, chunk), at), call.eps, call.norm_weight)
         entry = apply_rope(entry, at // ratio * ratio, call.cos_sin_cache)
         if call.hadamard:
             entry = rounded_hadamard(entry, torch.bfloat16 if fmt in PAGE_LAYOUTS else call.k_cache.dtype)
-        slots = call.slot_mapping.index_select(0, part)
+        slots = call.slot_mapping.index_select(0, chunk)
         write_rows(call.k_cache, fmt, call.block_size, slots, entry, call.kv_scale)
 
 

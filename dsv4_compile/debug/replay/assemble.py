@@ -1,4 +1,4 @@
-"""The rows of a replay from what was observed: nodes with their op, line, cost and time."""
+"""The rows of a replay from an observed capture: nodes with their op, line, cost and time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PART_OF_FAMILY = {
     "moe": "experts",
     "hyper_connections": "hyper-connections",
 }
-"""Parts by family of a dsv4 op. A GEMM belongs to the part whose module calls it."""
+"""Parts by family of a dsv4 op. A GEMM belongs to the part of the module that calls it."""
 _PARTS = (
     ("collectives", re.compile(r"c10d|nccl|symm_mem|all_?reduce|all_?gather|reduce_?scatter")),
     ("hyper-connections", re.compile(r"(?:^|[._/])(?:m?hc|hyper)(?:[._/]|$)|hyper_connection|attn_hc|ffn_hc")),
@@ -51,7 +51,7 @@ def assemble(seen: ObservedCapture, kind: type[_Replay], whole_us: float | None 
     """
     cuda = seen.kind == "cuda"
     device = torch.cuda.get_device_name(seen.device) if cuda else "cpu"
-    found = kind(
+    replay = kind(
         what=seen.capture.what,
         torch=torch.__version__,
         device=device,
@@ -61,29 +61,29 @@ def assemble(seen: ObservedCapture, kind: type[_Replay], whole_us: float | None 
     )
     if cuda:
         times, why = node_times(seen.nodes, seen.spans)
-        found.nodes = list(_gpu_nodes(seen))
+        replay.nodes = list(_gpu_nodes(seen))
         for index, time in times.items():
-            own = found.nodes[index]
-            own.start_us, own.us, own.gap_us = (round(each, 3) for each in time)
+            node_row = replay.nodes[index]
+            node_row.start_us, node_row.us, node_row.gap_us = (round(value, 3) for value in time)
         if why:
-            found.notes.append(f"{why}.")
-        unknown = sum(node.op == "unknown" for node in found.nodes)
+            replay.notes.append(f"{why}.")
+        unknown = sum(node.op == "unknown" for node in replay.nodes)
         if unknown:
-            found.notes.append(f"{unknown} nodes came from code that no op and no generated line called.")
+            replay.notes.append(f"{unknown} nodes came from code that no op and no generated line called.")
     else:
-        found.nodes = [_node(i, i, "call", launch) for i, launch in enumerate(seen.launches)]
+        replay.nodes = [_node(i, i, "call", launch) for i, launch in enumerate(seen.launches)]
         start = 0.0
         for index, us in launch_times(seen.launches, seen.reruns).items():
-            own = found.nodes[index]
-            own.start_us, own.us = round(start, 3), round(us, 3)
+            node_row = replay.nodes[index]
+            node_row.start_us, node_row.us = round(start, 3), round(us, 3)
             start += us
-        found.notes.append("A stand-in for CUDA graphs on the CPU: times are the host's, floors an H200's.")
-    _share_costs(found.nodes, seen.launches)
+        replay.notes.append("A stand-in for CUDA graphs on the CPU: times are the host's, floors an H200's.")
+    _share_costs(replay.nodes, seen.launches)
     if cuda:
-        _add_driver_bytes(found.nodes, seen.nodes)
-    whole = whole_us if whole_us is not None else found.us
-    found.replay_us = None if whole is None else round(whole, 3)
-    return found
+        _add_driver_bytes(replay.nodes, seen.nodes)
+    total_us = whole_us if whole_us is not None else replay.us
+    replay.replay_us = None if total_us is None else round(total_us, 3)
+    return replay
 
 
 def _gpu_nodes(seen: ObservedCapture) -> Iterator[Node]:
@@ -121,7 +121,7 @@ def _node(index: int, call: int, kind: str, launch: Launch) -> Node:
         ops=list(source.ops or (source.op,)),
         place=source.place,
         caller=source.caller,
-        where=[str(place) for place in source.where or (source.place,) if place.file],
+        where=[str(location) for location in source.where or (source.place,) if location.file],
         module=source.module,
         layer=layer_of(source.module),
         part=part_of(source, launch.kernel),
@@ -137,14 +137,14 @@ def _share_costs(nodes: Sequence[Node], launches: Sequence[Launch]) -> None:
     of_call: dict[int, list[Node]] = {}
     for node in nodes:
         of_call.setdefault(node.call, []).append(node)
-    for call, own in of_call.items():
+    for call, call_nodes in of_call.items():
         cost = launches[call].cost if call < len(launches) else None
         if cost is None:
             continue
-        times = [node.us or 0.0 for node in own]
-        whole = sum(times) if all(times) else 0.0
-        for node, us in zip(own, times, strict=True):
-            share = us / whole if whole else 1 / len(own)
+        times = [node.us or 0.0 for node in call_nodes]
+        total_us = sum(times) if all(times) else 0.0
+        for node, us in zip(call_nodes, times, strict=True):
+            share = us / total_us if total_us else 1 / len(call_nodes)
             _add_cost(node, Cost(cost.bytes * share, cost.flops * share, cost.operands))
 
 
@@ -154,7 +154,7 @@ def _add_cost(node: Node, cost: Cost) -> None:
 
 
 def _add_driver_bytes(nodes: Sequence[Node], drivers: Sequence[DriverNode]) -> None:
-    """Give copies and fills without another cost the bytes that the driver knows of them."""
+    """Give copies and fills without a known cost the bytes that the driver reports."""
     for node, driver in zip(nodes, drivers, strict=True):
         if node.bytes is None and driver.bytes is not None:
             _add_cost(node, Cost(driver.bytes, 0))
@@ -179,7 +179,7 @@ def part_of(source: Source, kernel: str) -> str:
     if _PARTS[0][1].search(source.op) or _PARTS[0][1].search(kernel):
         return _PARTS[0][0]
     for text in (source.module, source.place.file, source.caller.file):
-        for part, words in _PARTS[1:]:
+        for name, words in _PARTS[1:]:
             if words.search(text):
-                return part
+                return name
     return "other"

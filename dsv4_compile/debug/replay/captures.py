@@ -21,7 +21,7 @@ _UNMEASURED, _MEASURED = 1, 5
 
 @dataclass(slots=True)
 class ObservedCapture:
-    """A capture with what it launches, and what its measured replays took.
+    """A capture with its launches and the times of its measured replays.
 
     Attributes:
         nodes: the driver's nodes, empty on the stand-in.
@@ -51,7 +51,7 @@ def observed_captures(
         names: gives paths of modules by id when a capture begins.
         measured: replays to measure, after the first.
     """
-    found: list[ObservedCapture] = []
+    captures: list[ObservedCapture] = []
     originals = {kind: kind.capture for kind in (CudaGraphs, standin.StandInGraphs)}
 
     def patched(original: Callable[..., Capture]) -> Callable[..., Capture]:
@@ -66,19 +66,21 @@ def observed_captures(
                     reader.read()
                 return outputs
 
-            own = original(self, observed, what)
+            recorded = original(self, observed, what)
             if reader is not None:
                 reader.describe_functions()
-            seen = ObservedCapture(self.kind, self.device, own, observer.observed(), reader.nodes if reader else [])
-            found.append(seen)
-            return replace(own, replay=_measuring(seen, sources, measured))
+            seen = ObservedCapture(
+                self.kind, self.device, recorded, observer.observed(), reader.nodes if reader else []
+            )
+            captures.append(seen)
+            return replace(recorded, replay=_measuring(seen, sources, measured))
 
         return capture
 
     for kind, original in originals.items():
         kind.capture = patched(original)  # type: ignore[method-assign]
     try:
-        yield found
+        yield captures
     finally:
         for kind, original in originals.items():
             kind.capture = original  # type: ignore[method-assign]

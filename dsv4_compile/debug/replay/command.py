@@ -35,9 +35,9 @@ def replay(script: str, *, as_json: bool, html: str | None, fail_if: str | None)
 def diff(old: str, new: str, *, as_json: bool, fail_if: str | None) -> int:
     """Compare two saved records, and return the exit status."""
     limits = Limits.parse(fail_if or "")
-    found = compare(_load(old), _load(new))
-    sys.stdout.write((found.to_json() if as_json else found.text()) + "\n")
-    return _judge(limits.exceeded(found.new, found))
+    difference = compare(_load(old), _load(new))
+    sys.stdout.write((difference.to_json() if as_json else difference.text()) + "\n")
+    return _judge(limits.exceeded(difference.new, difference))
 
 
 def _load(path: str) -> ReplayReport:

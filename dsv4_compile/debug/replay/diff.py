@@ -70,10 +70,10 @@ class Difference:
 
     def to_json(self) -> str:
         """Return counts and rows as JSON."""
-        found: dict[str, Any] = {"schema": "dsv4.replay-diff/1", "verdict": self.verdict}
-        found |= {name: [asdict(node) for node in getattr(self, name)] for name in ("added", "removed")}
-        found |= {name: [asdict(pair) for pair in getattr(self, name)] for name in ("slower", "faster", "reshaped")}
-        return json.dumps(found, indent=2)
+        content: dict[str, Any] = {"schema": "dsv4.replay-diff/1", "verdict": self.verdict}
+        content |= {name: [asdict(node) for node in getattr(self, name)] for name in ("added", "removed")}
+        content |= {name: [asdict(pair) for pair in getattr(self, name)] for name in ("slower", "faster", "reshaped")}
+        return json.dumps(content, indent=2)
 
     def _sections(self) -> Iterator[Section]:
         for name in ("added", "removed"):
@@ -92,21 +92,21 @@ class Difference:
 
 def compare(old: Replay, new: Replay) -> Difference:
     """Return what changed from `old` to `new`."""
-    found = Difference(old, new)
+    difference = Difference(old, new)
     matched = matches([_key(node) for node in old.nodes], [_key(node) for node in new.nodes])
-    kept, again = {i for i, _ in matched}, {j for _, j in matched}
-    found.removed += [node for i, node in enumerate(old.nodes) if i not in kept]
-    found.added += [node for j, node in enumerate(new.nodes) if j not in again]
+    in_both, again = {i for i, _ in matched}, {j for _, j in matched}
+    difference.removed += [node for i, node in enumerate(old.nodes) if i not in in_both]
+    difference.added += [node for j, node in enumerate(new.nodes) if j not in again]
     for i, j in matched:
         pair = Pair(old.nodes[i], new.nodes[j])
         if pair.old.shapes != pair.new.shapes:
-            found.reshaped.append(pair)
+            difference.reshaped.append(pair)
         least = max(NOISE_US, NOISE_SHARE[new.graphs] * (pair.old.us or 0.0))
         if abs(pair.more_us) > least:
-            (found.slower if pair.more_us > 0 else found.faster).append(pair)
-    found.slower.sort(key=lambda pair: -pair.more_us)
-    found.faster.sort(key=lambda pair: pair.more_us)
-    return found
+            (difference.slower if pair.more_us > 0 else difference.faster).append(pair)
+    difference.slower.sort(key=lambda pair: -pair.more_us)
+    difference.faster.sort(key=lambda pair: pair.more_us)
+    return difference
 
 
 def _key(node: Node) -> tuple[str, ...]:
@@ -127,9 +127,9 @@ class Limits:
     @classmethod
     def parse(cls, text: str) -> Limits:
         """Read `nodes>60, us>120, breaks>0`. E201 for anything else."""
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        matches = [(part, _LIMIT.fullmatch(part)) for part in parts]
-        wrong = [part for part, match in matches if match is None or match[1] not in _QUANTITIES]
+        parts = [limit.strip() for limit in text.split(",") if limit.strip()]
+        matches = [(limit, _LIMIT.fullmatch(limit)) for limit in parts]
+        wrong = [limit for limit, match in matches if match is None or match[1] not in _QUANTITIES]
         check(
             not wrong,
             "E201",
@@ -140,7 +140,7 @@ class Limits:
         return cls({match[1]: float(match[2]) for _, match in matches if match})
 
     def exceeded(self, replay: Replay, difference: Difference | None = None) -> list[str]:
-        """Return a line for each limit that is exceeded. E201 for a limit on what is not known here."""
+        """Return a line for each limit that is exceeded. E201 for a limit on a quantity that is not known here."""
         known: dict[str, float | None] = {
             "nodes": len(replay.nodes),
             "us": replay.replay_us,
@@ -149,7 +149,7 @@ class Limits:
         }
         if difference is not None:
             rows: dict[str, Sequence[Any]] = {name: getattr(difference, name) for name in _QUANTITIES[4:]}
-            known |= {name: len(found) for name, found in rows.items()}
+            known |= {name: len(nodes_or_pairs) for name, nodes_or_pairs in rows.items()}
         lines = []
         for name, most in self.most.items():
             value = known.get(name)

@@ -1,7 +1,7 @@
 """The CUDA driver's view of a graph under capture: its nodes, what each launches, and the edges between them.
 
-Everything is asked while the stream captures, so the capture needs no setting of its own. Functions of the driver with
-their version in the name, from CUDA 12.3, whose edges tell programmatic dependencies (PDL).
+Everything is asked while the stream captures, so the capture needs no settings. Functions of the driver have their
+version in the name, from CUDA 12.3: edges of that version tell programmatic dependencies (PDL).
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class CaptureReader:
                 getattr(self._driver, name)
         except (OSError, AttributeError) as fault:
             fail("E420", got=str(fault), rule="the driver is of CUDA 12.3 or later", fix="update the driver")
-        self._seen: dict[int, None] = {}  # in the order in which nodes appeared
+        self._seen: dict[int, None] = {}  # in order of appearance
         self._count = 0
         self.nodes: list[DriverNode] = []
 
@@ -156,10 +156,10 @@ class CaptureReader:
         self._call("cuGraphGetNodes", graph, None, byref(count))
         if count.value == self._count:
             return []
-        found = [handle for handle in self._handles(graph, count.value) if handle not in self._seen]
-        self._seen.update(dict.fromkeys(found))
+        new_handles = [handle for handle in self._handles(graph, count.value) if handle not in self._seen]
+        self._seen.update(dict.fromkeys(new_handles))
         self._count = count.value
-        return found
+        return new_handles
 
     def read(self) -> None:
         """Fill `nodes` with all nodes of the graph and their edges, in the order of their creation."""
@@ -176,9 +176,9 @@ class CaptureReader:
         sources, targets = (c_void_p * edges.value)(), (c_void_p * edges.value)()
         data = (_EdgeData * edges.value)()
         self._call("cuGraphGetEdges_v2", graph, sources, targets, data, byref(edges))
-        for source, target, each in zip(sources, targets, data, strict=True):
+        for source, target, edge_data in zip(sources, targets, data, strict=True):
             if source is not None and target is not None:
-                edge = Edge(position[source], each.type == _PROGRAMMATIC)
+                edge = Edge(position[source], edge_data.type == _PROGRAMMATIC)
                 self.nodes[position[target]].after.append(edge)
 
     def describe_functions(self) -> None:
@@ -195,8 +195,8 @@ class CaptureReader:
     def _graph(self) -> c_void_p | None:
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
         status, graph = c_int(), c_void_p()
-        given = (stream, byref(status), None, byref(graph), None, None, None)
-        self._call("cuStreamGetCaptureInfo_v3", *given, accepted=(_IMPLICIT,))
+        outputs = (stream, byref(status), None, byref(graph), None, None, None)
+        self._call("cuStreamGetCaptureInfo_v3", *outputs, accepted=(_IMPLICIT,))
         return graph if status.value == _ACTIVE and graph.value else None
 
     def _handles(self, graph: c_void_p, count: int) -> list[int]:
@@ -207,27 +207,27 @@ class CaptureReader:
     def _node(self, handle: int) -> DriverNode:
         node, kind = c_void_p(handle), c_int()
         self._call("cuGraphNodeGetType", node, byref(kind))
-        found = DriverNode(handle, _KINDS.get(kind.value, f"type {kind.value}"))
-        if found.kind == "kernel":
+        driver_node = DriverNode(handle, _KINDS.get(kind.value, f"type {kind.value}"))
+        if driver_node.kind == "kernel":
             params = _KernelParams()
             self._call("cuGraphKernelNodeGetParams_v2", node, byref(params))
-            found.grid, found.block = list(params.grid), list(params.block)
-            found.shared_bytes = params.shared
+            driver_node.grid, driver_node.block = list(params.grid), list(params.block)
+            driver_node.shared_bytes = params.shared
             function = c_void_p(params.func)
             if not params.func and params.kern:
                 self._call("cuKernelGetFunction", byref(function), c_void_p(params.kern))
-            found.function = function.value or 0
-        elif found.kind == "copy":
+            driver_node.function = function.value or 0
+        elif driver_node.kind == "copy":
             copy = _CopyParams()
             self._call("cuGraphMemcpyNodeGetParams", node, byref(copy))
-            found.bytes = 2 * copy.width_bytes * copy.height * copy.depth
-            found.name = "copy"
-        elif found.kind == "fill":
+            driver_node.bytes = 2 * copy.width_bytes * copy.height * copy.depth
+            driver_node.name = "copy"
+        elif driver_node.kind == "fill":
             fill = _FillParams()
             self._call("cuGraphMemsetNodeGetParams", node, byref(fill))
-            found.bytes = fill.element_bytes * fill.width * fill.height
-            found.name = "fill"
-        return found
+            driver_node.bytes = fill.element_bytes * fill.width * fill.height
+            driver_node.name = "fill"
+        return driver_node
 
     def _attribute(self, which: int, function: c_void_p) -> int:
         value = c_int()

@@ -58,11 +58,11 @@ def explain_replay(
         backend: compiles a model, None to capture it as it is. The step of a runner keeps its torch.compile.
         options: options of the backend.
         dynamic: as in torch.compile.
-        graphs: "auto" for CUDA graphs, "standin" for the CPU stand-in, whose nodes are op calls and generated
-            functions with the times of this CPU.
+        graphs: "auto" for CUDA graphs, "standin" for the CPU stand-in: nodes are op calls and generated functions with
+            the times of this CPU.
 
     Raises:
-        DSV4Error: E201 for what cannot be called, E420 without a GPU or its driver, E422 or E423 for a call that cannot
+        DSV4Error: E201 for an object that cannot be called, E420 without a GPU or its driver, E422 or E423 for a call that cannot
             be captured.
     """
     check(
@@ -92,11 +92,11 @@ def explain_replay(
         with observed_captures(sources, partial(module_names, tree)) as captured:
             capture = pool.capture(call, what)
         # Before the profiler, which slows the host for the rest of the process.
-        whole = (stream_us if pool.kind == "cuda" else host_us)(captured[0].capture.replay)
+        replay_us = (stream_us if pool.kind == "cuda" else host_us)(captured[0].capture.replay)
         for _ in range(_REPLAYS):
             capture.replay()
         about: dict[str, Any] = {"target": name, "backend": shown, **_counts(watch)}
-        return assemble(captured[0], ReplayReport, whole, **about)
+        return assemble(captured[0], ReplayReport, replay_us, **about)
 
 
 @contextmanager
@@ -134,24 +134,24 @@ def replay_of_script(path: str | Path) -> tuple[ReplayReport | None, Report]:
     The script really runs. Its first replays are measured as it makes them; none is added. The second report is that
     of `explain_script`.
     """
-    found: list[ObservedCapture] = []
-    kept: list[Watch] = []
+    captures: list[ObservedCapture] = []
+    watches: list[Watch] = []
 
     @contextmanager
     def around(watch: Watch) -> Iterator[None]:
         sources = Sources(watch.decided)
         watch.observers.append(sources.record)
-        kept.append(watch)
+        watches.append(watch)
         with traced_origins(), observed_captures(sources, all_module_names) as captured:
             yield
-        found.extend(captured)
+        captures.extend(captured)
 
     report = run_script(path, around)
-    if not found:
+    if not captures:
         return None, report
-    most = max(found, key=lambda seen: seen.replays)
-    about: dict[str, Any] = {"target": Path(path).name, "backend": report.backend, **_counts(kept[0])}
-    replay = assemble(most, ReplayReport, captures=len(found), **about)
-    if len(found) > 1:
-        replay.notes.append(f"{len(found)} captures; this one was replayed {most.replays} times, the most.")
+    most = max(captures, key=lambda seen: seen.replays)
+    about: dict[str, Any] = {"target": Path(path).name, "backend": report.backend, **_counts(watches[0])}
+    replay = assemble(most, ReplayReport, captures=len(captures), **about)
+    if len(captures) > 1:
+        replay.notes.append(f"{len(captures)} captures; this one was replayed {most.replays} times, the most.")
     return replay, report

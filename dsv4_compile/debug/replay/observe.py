@@ -1,7 +1,7 @@
 """Observe what a call launches: each op and each line of generated code, with the line of the model it comes from.
 
 Ops are seen by a dispatch mode, lines of generated code by Python's trace function. While a CUDA graph is captured,
-`new_nodes` tells which of its nodes appeared since it was asked last; they belong to what ran in between.
+`new_nodes` tells the nodes that appeared since its last call; they belong to the ops that ran in between.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Launch:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Kernel and op, by which a launch is found again in another run."""
+        """Kernel and op, to find the same launch in a second run."""
         return self.kernel, self.source.op
 
 
 Watcher = Callable[[Launch, Source, Mapping[str, Tensor]], None]
-"""Takes a launch, the origin of what it wrote, and that by name: results and mutated arguments, or buffers."""
+"""Takes a launch, the origin of the tensors that it wrote, and these by name: results and arguments, or buffers."""
 
 
 class Observer(TransparentMode):
@@ -79,7 +79,7 @@ class Observer(TransparentMode):
         sources: origins of generated code.
         names: paths of modules by id, to name the module that calls an op.
         new_nodes: see the module; None on a CPU.
-        ignored: a file whose ops are not those of the call: that of the stand-in, while it records.
+        ignored: a file with ops that are not those of the call: that of the stand-in, while it records.
         watch: called after each launch with the tensors that it wrote, see `Watcher`.
     """
 
@@ -154,13 +154,13 @@ class Observer(TransparentMode):
     def _switch(self, launch: Launch | None) -> None:
         """Give time and nodes since the last switch to their owner; `launch` owns what comes next."""
         now = time.perf_counter()
-        found = self._new_nodes() if self._new_nodes is not None else []
-        if found and self._owner is None:
+        new_handles = self._new_nodes() if self._new_nodes is not None else []
+        if new_handles and self._owner is None:
             self._owner = Launch(Source("unknown"), "unknown")
             self.launches.append(self._owner)
         if self._owner is not None:
             self._owner.seconds += now - self._since
-            self._owner.handles += found
+            self._owner.handles += new_handles
         self._owner, self._since = launch, time.perf_counter()
 
     def _source_of_caller(self, func: OpOverload) -> Source:
@@ -171,12 +171,12 @@ class Observer(TransparentMode):
         while frame is not None and frame.f_code.co_filename != _OUTERMOST:
             code = frame.f_code
             frames.append(Place(code.co_filename, frame.f_lineno, code.co_name))
-            own = frame.f_locals.get("self") if "self" in code.co_varnames else None
-            if isinstance(own, nn.Module) and id(own) in self._names:
-                modules.append(self._names[id(own)])
+            method_owner = frame.f_locals.get("self") if "self" in code.co_varnames else None
+            if isinstance(method_owner, nn.Module) and id(method_owner) in self._names:
+                modules.append(self._names[id(method_owner)])
             frame = frame.f_back
-        place, caller = place_and_caller([each for each in frames[::-1] if not _is_op_code(each.file)])
-        return Source(op_name(func), (op_name(func),), place, (place,), innermost_module(modules), caller=caller)
+        location, caller = place_and_caller([line for line in frames[::-1] if not _is_op_code(line.file)])
+        return Source(op_name(func), (op_name(func),), location, (location,), innermost_module(modules), caller=caller)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         """Trace function that looks into generated code alone."""
@@ -190,23 +190,23 @@ class Observer(TransparentMode):
 
         def trace(frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
             self._end_line(frame)
-            found = lines.get(frame.f_lineno) if event == "line" else None
-            if found is not None:
-                self._begin_line(frame, found, outer)
+            generated = lines.get(frame.f_lineno) if event == "line" else None
+            if generated is not None:
+                self._begin_line(frame, generated, outer)
             return trace
 
         return trace
 
     def _begin_line(self, frame: FrameType, line: GeneratedLine, outer: str) -> None:
-        own = line.source
-        source = _inside(outer, own)
+        origin = line.source
+        source = _inside(outer, origin)
         launch = Launch(source, line.kernel, generated=True)
-        given = [frame.f_locals.get(name) for name in line.tensors]
-        tensors = [tensor for tensor in given if isinstance(tensor, Tensor)]
+        values = [frame.f_locals.get(name) for name in line.tensors]
+        tensors = [tensor for tensor in values if isinstance(tensor, Tensor)]
         launch.shapes = [shape_text(tensor) for tensor in tensors]
-        if own.cost is not None:
-            launch.cost, launch.basis = own.cost, BY_EXPRESSION
-        elif not any(word in op for op in own.ops for word in _TOUCHES_PART) and not own.op.startswith("dsv4"):
+        if origin.cost is not None:
+            launch.cost, launch.basis = origin.cost, BY_EXPRESSION
+        elif not any(word in op for op in origin.ops for word in _TOUCHES_PART) and not origin.op.startswith("dsv4"):
             launch.cost, launch.basis = Cost(_bytes(tensors), 0), BY_TENSORS
         results = {name: _inside(outer, result) for name, result in line.results.items()}
         self._line = launch, GeneratedLine(line.kernel, line.tensors, source, results)
@@ -228,7 +228,7 @@ class Observer(TransparentMode):
 
 def _inside(outer: str, source: Source) -> Source:
     """Return `source` with the path of its module from the outermost one; `outer` is that of the compiled module."""
-    return replace(source, module=".".join(part for part in (outer, source.module) if part))
+    return replace(source, module=".".join(path for path in (outer, source.module) if path))
 
 
 @functools.cache
@@ -240,22 +240,22 @@ def _is_op_code(file: str) -> bool:
 def module_names(tree: Any) -> dict[int, str]:
     """Return the paths of all modules of a module, or of an object that has some, by id."""
     roots = [tree] if isinstance(tree, nn.Module) else [v for v in vars(tree).values() if isinstance(v, nn.Module)]
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for root in roots:
         for name, module in root.named_modules(remove_duplicate=False):
-            found.setdefault(id(module), module_path(name))
-    return found
+            names.setdefault(id(module), module_path(name))
+    return names
 
 
 def all_module_names() -> dict[int, str]:
     """Return the paths of all modules of this process by id, from the outermost module of each."""
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for module in modules:
         if id(module) not in inner:
-            found |= module_names(module)
-    return found
+            names |= module_names(module)
+    return names
 
 
 def shape_text(tensor: Tensor) -> str:
@@ -273,8 +273,8 @@ def _launches(func: OpOverload) -> bool:
 
 def _named(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     declared = func._schema.arguments
-    given = {a.name: a.default_value for a in declared if a.has_default_value()}
-    return given | dict(zip((a.name for a in declared), args, strict=False)) | dict(kwargs)
+    defaults = {a.name: a.default_value for a in declared if a.has_default_value()}
+    return defaults | dict(zip((a.name for a in declared), args, strict=False)) | dict(kwargs)
 
 
 def _options(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
@@ -296,8 +296,8 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], o
 
 def _describe(launch: Launch, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """Fill in shapes and cost of an op call from its arguments."""
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    launch.shapes = [shape_text(tensor) for tensor in given]
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    launch.shapes = [shape_text(tensor) for tensor in inputs]
     namespace, _, name = op_name(func).partition(".")
     if namespace == "dsv4":
         launch.cost = call_costs.of(name, _named(func, args, kwargs))
@@ -305,13 +305,13 @@ def _describe(launch: Launch, func: OpOverload, args: Sequence[Any], kwargs: Map
     elif not any(word in name for word in _TOUCHES_PART):
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         flops = 0
-        if name in _GEMMS and len(given) > 1 and results:
-            inner = given[1 if name in ("addmm", "baddbmm") else 0].shape[-1]
+        if name in _GEMMS and len(inputs) > 1 and results:
+            inner = inputs[1 if name in ("addmm", "baddbmm") else 0].shape[-1]
             flops = 2 * results[0].numel() * inner
-        launch.cost, launch.basis = Cost(_bytes([*given, *results]), flops), BY_TENSORS
+        launch.cost, launch.basis = Cost(_bytes([*inputs, *results]), flops), BY_TENSORS
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of tensors; those with the same first element count once."""
-    each = {(tensor.data_ptr(), tensor.numel()): tensor.numel() * tensor.itemsize for tensor in tensors}
-    return sum(each.values())
+    sizes = {(tensor.data_ptr(), tensor.numel()): tensor.numel() * tensor.itemsize for tensor in tensors}
+    return sum(sizes.values())

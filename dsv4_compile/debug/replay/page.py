@@ -119,25 +119,25 @@ def html(report: Replay, heading: str, verdict: str, sections: Iterable[Section]
 def _timeline(nodes: Sequence[Node]) -> str:
     """Return lanes of buttons, in proportion to time, or of equal width where no node was timed."""
     spans = _spans(nodes)
-    whole = max((start + length for start, length in spans), default=1.0) or 1.0
+    total_us = max((start + length for start, length in spans), default=1.0) or 1.0
     several = len({node.stream for node in nodes}) > 1
     colours = _colours(nodes)
     lanes: dict[tuple[int, int], list[str]] = {}
     for node, (start, length) in zip(nodes, spans, strict=True):
-        part = PARTS.index(node.part)
-        style = f"left:{100 * start / whole:.4f}%;width:{max(_SMALLEST, 100 * length / whole):.4f}%"
+        part_index = PARTS.index(node.part)
+        style = f"left:{100 * start / total_us:.4f}%;width:{max(_SMALLEST, 100 * length / total_us):.4f}%"
         label = f"{node.index}: {node.op}, {'not timed' if node.us is None else f'{node.us:.2f} us'}"
-        lanes.setdefault((part, node.stream), []).append(
+        lanes.setdefault((part_index, node.stream), []).append(
             f'<button type="button" class="node" id="n{escape(str(node.index))}" tabindex="{-1 if node.index else 0}" '
             f'aria-label="node {escape(label)}" title="{escape(label)}" '
             f'style="{style};background:{colours.get(node.op, _OTHERS)}">{escape(_short(node.op))}</button>'
         )
     rows = []
-    for (part, stream), buttons in sorted(lanes.items()):
-        name = f"{PARTS[part]}{f', stream {stream}' if several else ''}"
-        own = "".join(buttons)
+    for (part_index, stream), buttons in sorted(lanes.items()):
+        name = f"{PARTS[part_index]}{f', stream {stream}' if several else ''}"
+        lane = "".join(buttons)
         rows.append(
-            f'<div class="lane" role="group" aria-label="{escape(name)}"><span>{escape(name)}</span>{own}</div>'
+            f'<div class="lane" role="group" aria-label="{escape(name)}"><span>{escape(name)}</span>{lane}</div>'
         )
     shown = {**colours, **({"others": _OTHERS} if {node.op for node in nodes} - {*colours} else {})}
     legend = "".join(f'<span><i style="background:{c}"></i>{escape(_short(op))}</span> ' for op, c in shown.items())
@@ -185,13 +185,13 @@ def _about(nodes: Sequence[Node]) -> list[dict[str, object]]:
         for edge in node.after:
             later.setdefault(edge.node, []).append(node.index)
     near = ([*(edge.node for edge in node.after), *later.get(node.index, [])] for node in nodes)
-    return [{"rows": _rows(node), "near": each} for node, each in zip(nodes, near, strict=True)]
+    return [{"rows": _rows(node), "near": near_nodes} for node, near_nodes in zip(nodes, near, strict=True)]
 
 
 def _rows(node: Node) -> list[tuple[str, str]]:
     waits = ", ".join(f"{e.node}{' (programmatic)' if e.programmatic else ''}" for e in node.after)
     launch = f"grid {node.grid}, block {node.block}, {node.shared_bytes} bytes shared, {node.registers} registers"
-    found = [
+    fields = [
         ("node", f"{node.index}, {node.kind}, stream {node.stream}"),
         ("kernel", node.name),
         ("op", ", ".join(node.ops)),
@@ -206,7 +206,7 @@ def _rows(node: Node) -> list[tuple[str, str]]:
         ("after", waits),
         ("tensors", ", ".join(node.shapes)),
     ]
-    return [(label, text) for label, text in found if text]
+    return [(label, text) for label, text in fields if text]
 
 
 def _nodes(nodes: Sequence[Node]) -> str:

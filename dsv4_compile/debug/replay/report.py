@@ -52,7 +52,7 @@ class ReplayReport(Replay):
 
     @classmethod
     def from_json(cls, text: str) -> ReplayReport:
-        """Return the report that `to_json` wrote. Raises E201 for another schema, and for nodes that cannot be."""
+        """Return the report that `to_json` wrote. Raises E201 for any other schema, and for nodes that cannot be."""
         report: ReplayReport = read_json(cls, text, SCHEMA)
         nodes = report.nodes
         known = report.graphs in NOISE_SHARE and len(nodes) <= MOST_NODES
@@ -66,7 +66,7 @@ class ReplayReport(Replay):
         return report
 
     def diff(self, old: Replay) -> Difference:
-        """Return what changed since another replay: nodes added, removed, slower, and with other shapes."""
+        """Return the difference from the replay `old`: nodes added, removed, slower, and with other shapes."""
         return compare(old, self)
 
     def save(self, path: str | Path) -> Path:
@@ -155,7 +155,7 @@ def _launches(nodes: Sequence[Node]) -> Table:
 
 
 def place_text(node: Node) -> str:
-    """Return the line of a node, and of its caller in another file."""
+    """Return the line of a node, and of its caller if that is in a different file."""
     if not node.place.file:
         return "-"
     return str(node.place) + (f" < {Path(node.caller.file).name}:{node.caller.line}" if node.caller.file else "")

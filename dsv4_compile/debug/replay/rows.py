@@ -30,7 +30,7 @@ class Node:
         op: the op it was launched for: the dsv4 op if there is one in a fused kernel, otherwise the last.
         ops: all ops that were fused into it, in graph order.
         place: line of the model that called `op`; `where` has the lines of all ops.
-        caller: the next line outwards in another file, where there is one.
+        caller: the next line outwards in a different file, where there is one.
         module: path of the module that called it, "layers.3.attn"; `layer` is its part up to the first number.
         part: one of `PARTS`.
         call: number of the op call; nodes that one call launched have the same.
@@ -44,7 +44,7 @@ class Node:
         floor_us: least time that an H200 needs for them; None where no cost is known.
         basis: "expression" for costs of `selection.costs`, "tensors" for bytes of arguments and results, each once.
         start_us: start since that of the replay.
-        us: time in which no earlier node ran, so that times add up; median over replays.
+        us: time without any earlier node running, so that times add up; median over replays.
         gap_us: idle time until the next node starts.
     """
 
@@ -131,21 +131,21 @@ class Replay:
         return sum(node.floor_us for node in self.nodes if node.floor_us is not None)
 
     def totals(self, by: str) -> list[Total]:
-        """Return sums by "op", "layer", "part" or another field, the longest first."""
+        """Return sums by "op", "layer", "part" or any other field, the longest first."""
         groups: dict[str, list[Node]] = {}
         for node in self.nodes:
             groups.setdefault(str(getattr(node, by)), []).append(node)
-        found = [
+        totals = [
             Total(
                 name or "outside layers",
-                len(own),
-                sum(node.us or 0.0 for node in own),
-                sum(node.floor_us or 0.0 for node in own),
-                sum(node.win_us or 0.0 for node in own),
+                len(nodes),
+                sum(node.us or 0.0 for node in nodes),
+                sum(node.floor_us or 0.0 for node in nodes),
+                sum(node.win_us or 0.0 for node in nodes),
             )
-            for name, own in groups.items()
+            for name, nodes in groups.items()
         ]
-        return sorted(found, key=lambda total: -total.us)
+        return sorted(totals, key=lambda total: -total.us)
 
     def most_to_win(self, count: int = 10) -> list[Node]:
         """Return the nodes that are furthest above their floors."""

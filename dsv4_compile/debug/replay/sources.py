@@ -1,7 +1,7 @@
 """Origins of generated code: ops, source lines and modules of each launch in Inductor's Python.
 
-Inductor writes before each launch which nodes of its graph it is made of: by a number, with which torch keeps their
-names, or else by the names that they had when Dynamo traced them. Lines and modules are in the graph's nodes.
+Before each launch Inductor writes the nodes of its graph that it computes: by a number that torch keeps their names
+under, or else by the names that they had when Dynamo traced them. Lines and modules are in the graph's nodes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ROOT = re.compile(r"^L\[[^\]]*\]\.?")
 class Source:
     """The origin of one launch: op, all ops fused with it, the line that called it, all lines, and the module.
 
-    `caller` is the next line outwards in another file, where `place` is in a helper that many lines call. `cost` is the
-    sum over dsv4 ops that became part of a generated kernel.
+    `caller` is the next line outwards in a different file, where `place` is in a helper that many lines call. `cost` is
+    the sum over dsv4 ops that became part of a generated kernel.
     """
 
     op: str
@@ -94,8 +94,8 @@ class Sources:
         }
         for number, line in lines.items():
             # The first launch that has a buffer writes it.
-            own = {name: results.pop(name) for name in line.tensors if name in results}
-            lines[number] = replace(line, results=own)
+            line_results = {name: results.pop(name) for name in line.tensors if name in results}
+            lines[number] = replace(line, results=line_results)
         self._codes[code] = lines
 
     def lines_of(self, file: str) -> dict[int, GeneratedLine] | None:
@@ -152,20 +152,20 @@ def _source(
     kernel: str, names: Sequence[str], fallback: Sequence[str], origins: dict[str, _Origin], costs: dict[str, Cost]
 ) -> Source:
     listed = set(names)
-    own = [origin for name, origin in origins.items() if name in listed]
-    if not own:
+    line_origins = [origin for name, origin in origins.items() if name in listed]
+    if not line_origins:
         ops = tuple(fallback) or (kernel,)
         return Source(ops[-1], ops)
-    main = next((origin for origin in own if origin.op.startswith("dsv4")), own[-1])
+    main = next((origin for origin in line_origins if origin.op.startswith("dsv4")), line_origins[-1])
     if not main.place.file:
-        main = next((origin for origin in own if origin.place.file), main)
+        main = next((origin for origin in line_origins if origin.place.file), main)
     known = [cost for name, cost in costs.items() if name in listed]
     return Source(
         op=main.op,
-        ops=tuple(dict.fromkeys(origin.op for origin in own)),
+        ops=tuple(dict.fromkeys(origin.op for origin in line_origins)),
         place=main.place,
-        where=tuple(dict.fromkeys(origin.place for origin in own if origin.place.file)),
-        module=main.module or next((origin.module for origin in own if origin.module), ""),
+        where=tuple(dict.fromkeys(origin.place for origin in line_origins if origin.place.file)),
+        module=main.module or next((origin.module for origin in line_origins if origin.module), ""),
         cost=Cost(sum(c.bytes for c in known), sum(c.flops for c in known), known[0].operands) if known else None,
         caller=main.caller,
     )
@@ -175,10 +175,10 @@ def _origin(node: Any) -> _Origin:
     frames = [Place(f, int(n), name) for f, n, name in _FRAME.findall(node.meta.get("stack_trace") or "")]
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     traced = node.meta.get("from_node") or ()
-    place, caller = place_and_caller(frames)
+    location, caller = place_and_caller(frames)
     return _Origin(
         op=op_name(_target(node)),
-        place=place,
+        place=location,
         module=module_path(str(modules[-1][0])) if modules else "",
         traced=traced[0].name if traced else "",
         caller=caller,
@@ -186,7 +186,7 @@ def _origin(node: Any) -> _Origin:
 
 
 def _is_result(node: Any) -> bool:
-    """Return whether no later node belongs to the same op of the model, of which this one is a part."""
+    """Return whether this node is the last of its op of the model."""
     op, traced = node.meta.get("original_aten"), node.meta.get("from_node") or ()
     name = traced[0].name if traced else ""
 
@@ -198,14 +198,14 @@ def _is_result(node: Any) -> bool:
 
 
 def place_and_caller(frames: Sequence[Place]) -> tuple[Place, Place]:
-    """Return the innermost line of a stack, outermost call first, outside libraries, and its caller in another file."""
+    """Return the innermost line outside libraries of a stack (outermost call first), and its caller in other files."""
     if not frames:
         return Place(), Place()
-    place = innermost(list(frames))
-    outer = [frame for frame in frames[: frames.index(place)] if frame.file != place.file]
+    inner = innermost(list(frames))
+    outer = [frame for frame in frames[: frames.index(inner)] if frame.file != inner.file]
     caller = innermost(outer) if outer else Place()
     known = caller.file and not is_ours_or_torch(caller.file) and not is_installed(caller.file)
-    return with_source(place), with_source(caller) if known else Place()
+    return with_source(inner), with_source(caller) if known else Place()
 
 
 def _target(node: Any) -> Any:
@@ -233,7 +233,7 @@ def module_path(name: str) -> str:
 def layer_of(module: str) -> str:
     """Return a module's path up to the first number, or "" if it has none: "model.layers.3" of its attention."""
     parts = module.split(".")
-    first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    first = next((i for i, name in enumerate(parts) if name.isdigit()), None)
     return "" if first is None else ".".join(parts[: first + 1])
 
 

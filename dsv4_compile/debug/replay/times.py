@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 class NodeTime(NamedTuple):
-    """Start of a node since the replay's, the time in which no earlier node ran, and the gap to the next node, us."""
+    """Start of a node since the replay's, its time without an earlier node running, and the gap to the next one, us."""
 
     start: float
     us: float
@@ -39,8 +39,8 @@ def profiled(replay: Replay) -> list[Span]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         replay()
         torch.cuda.synchronize()
-    found = [event for event in profile.events() if event.device_type.name == "CUDA"]
-    spans = [Span(event.name, event.time_range.start, event.time_range.end) for event in found]
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    spans = [Span(event.name, event.time_range.start, event.time_range.end) for event in events]
     return sorted(spans, key=lambda span: span.start)
 
 
@@ -71,7 +71,7 @@ def host_us(replay: Replay) -> float:
 def assign(nodes: Sequence[DriverNode], spans: Sequence[Span]) -> list[int] | None:
     """Return the position in `nodes` of each span, or None if they do not fit together.
 
-    A span belongs to the first node of its name, in the order of creation, whose predecessors have spans already.
+    A span belongs to the first node of its name, in the order of creation, with spans for all its predecessors.
     """
     waiting = {i: {edge.node for edge in node.after} for i, node in enumerate(nodes)}
     done: set[int] = set()
@@ -85,17 +85,17 @@ def assign(nodes: Sequence[DriverNode], spans: Sequence[Span]) -> list[int] | No
                 del waiting[i]
             ready = [i for i, before in waiting.items() if not nodes[i].timed and before <= done]
 
-    found = []
+    positions = []
     settle()
     for span in spans:
         node = next((i for i, before in waiting.items() if before <= done and _fits(nodes[i], span.name)), None)
         if node is None:
             return None
-        found.append(node)
+        positions.append(node)
         done.add(node)
         del waiting[node]
         settle()
-    return None if waiting else found
+    return None if waiting else positions
 
 
 def _fits(node: DriverNode, name: str) -> bool:
@@ -109,27 +109,27 @@ def _fits(node: DriverNode, name: str) -> bool:
 
 def exclusive(spans: Sequence[Span]) -> list[NodeTime]:
     """Return the time of each span, in the order of starts; one that overlaps earlier ones counts from their end."""
-    found: list[NodeTime] = []
+    times: list[NodeTime] = []
     over = -math.inf
     for position, span in enumerate(spans):
         us = max(0.0, span.end - max(span.start, over))
         over = max(over, span.end)
         following = spans[position + 1].start if position + 1 < len(spans) else over
-        found.append(NodeTime(span.start - spans[0].start, us, max(0.0, following - over)))
-    return found
+        times.append(NodeTime(span.start - spans[0].start, us, max(0.0, following - over)))
+    return times
 
 
 def node_times(nodes: Sequence[DriverNode], replays: Sequence[Sequence[Span]]) -> tuple[dict[int, NodeTime], str]:
     """Return times by position in `nodes`, medians over replays, and why most replays could not be used, or ""."""
-    each: dict[int, list[NodeTime]] = {}
+    by_node: dict[int, list[NodeTime]] = {}
     used = 0
     for spans in replays:
         order = assign(nodes, spans)
         if order is not None:
             used += 1
-            for node, found in zip(order, exclusive(spans), strict=True):
-                each.setdefault(node, []).append(found)
-    times = {node: NodeTime(*map(statistics.median, zip(*own, strict=True))) for node, own in each.items()}
+            for node, node_time in zip(order, exclusive(spans), strict=True):
+                by_node.setdefault(node, []).append(node_time)
+    times = {node: NodeTime(*map(statistics.median, zip(*samples, strict=True))) for node, samples in by_node.items()}
     if 2 * used > len(replays):
         return times, ""
     timed, seen = sum(node.timed for node in nodes), [len(spans) for spans in replays] or [0]
@@ -139,11 +139,11 @@ def node_times(nodes: Sequence[DriverNode], replays: Sequence[Sequence[Span]]) -
 
 def launch_times(expected: Sequence[Launch], replays: Sequence[Sequence[Launch]]) -> dict[int, float]:
     """Return the median microseconds by position in `expected`, for replays of the stand-in, which also copy."""
-    each: dict[int, list[float]] = {}
+    by_position: dict[int, list[float]] = {}
     for launches in replays:
         position = 0
         for launch in launches:
             if position < len(expected) and launch.key == expected[position].key:
-                each.setdefault(position, []).append(launch.seconds * 1e6)
+                by_position.setdefault(position, []).append(launch.seconds * 1e6)
                 position += 1
-    return {position: statistics.median(times) for position, times in each.items()}
+    return {position: statistics.median(times) for position, times in by_position.items()}

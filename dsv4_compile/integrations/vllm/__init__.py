@@ -17,7 +17,7 @@ or `DSV4_VLLM=all` in the environment it does nothing. All names of vLLM stand i
     layer_parts      hyper-connections and experts of a layer
     layers           a decoder layer in the place of vLLM's
     whole_model      vLLM's model with these layers
-    compiling        when and with which backend it is compiled, and the report of that
+    compiling        the time and the backend of its compilation, and the report of that
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def register() -> None:
     """Register the model with vLLM if the environment has `DSV4_VLLM=1` or `all`; do nothing otherwise.
 
     Raises:
-        DSV4Error: E801 for a vLLM that the plug-in does not know, E802 for another value of DSV4_VLLM.
+        DSV4Error: E801 for a vLLM that the plug-in does not know, E802 for any other value of DSV4_VLLM.
     """
     from .registration import Settings, register_with
 

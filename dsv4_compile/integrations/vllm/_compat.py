@@ -28,9 +28,9 @@ ARCHITECTURE = "DeepseekV4ForCausalLM"
 class ModelFile:
     """vLLM's model of DeepSeek-V4 for one type of device.
 
-    module: its module. attention: the global from which a decoder layer builds its attention: a class, or with
-    `selects` a function that returns one for a configuration. fused: globals that are functions of another compiler,
-    each with an op of its own name in `torch.ops.vllm`, which Dynamo traces.
+    module: its module. attention: the global that a decoder layer builds its attention from: a class, or with `selects`
+    a function that returns one for a configuration. fused: globals that are functions of a different compiler, each
+    with an op of the same name in `torch.ops.vllm`, which Dynamo traces.
     """
 
     module: str
@@ -50,9 +50,9 @@ class ModelFile:
 
 
 LAYER = "DeepseekV4DecoderLayer"
-"""Global from which vLLM's model builds its layers, in every version that the plug-in was written for."""
+"""Global that vLLM's model builds its layers from, in every version that the plug-in was written for."""
 BROADCAST = "mhc_pre_broadcast_tilelang"
-"""Hyper-connection before the first layer: the one function of `fused` for which vLLM has no op."""
+"""Hyper-connection before the first layer: the one function of `fused` without an op in vLLM."""
 MODELS = {
     "cpu": ModelFile("vllm.models.deepseek_v4.cpu.model", "DeepseekV4CPUAttention"),
     "cuda": ModelFile(
@@ -106,11 +106,11 @@ NAMES: dict[str, tuple[str, str]] = {
 
 BREAKABLE, AOT = "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_USE_AOT_COMPILE"
 NEEDED = {BREAKABLE: "compiles nothing of DeepSeek-V4", AOT: "takes no backend but its own"}
-"""Variables of vLLM that must be 0, and what it does otherwise."""
+"""Variables of vLLM that must be 0, and the effect of other values."""
 
 
 def log(message: str, *values: Any) -> None:
-    """Write a line into vLLM's log, which shows loggers of its own names only."""
+    """Write a line into vLLM's log, which shows only loggers named after vLLM."""
     __getattr__("init_logger")("vllm.dsv4_compile").info(message, *values)
 
 
@@ -166,9 +166,9 @@ class Installed:
         )
 
     def why_unsupported(self, whole: bool = False) -> str:
-        """Return why the plug-in does not run in this vLLM, or "": by what it has, not by its number.
+        """Return why the plug-in does not run in this vLLM, or "": by its contents, not by its version number.
 
-        whole: with decoder layers of its own.
+        whole: with this package's decoder layers.
         """
         if self.device not in MODELS:
             return f"device {self.device!r}: the plug-in was written for {' and '.join(MODELS)}"
@@ -185,13 +185,13 @@ class Installed:
 
 def globals_of(file: Path) -> frozenset[str]:
     """Return the names of classes, functions and imports at the top of a Python file."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {alias.asname or alias.name for alias in node.names}
-    return frozenset(found)
+            names |= {alias.asname or alias.name for alias in node.names}
+    return frozenset(names)
 
 
 def _spec_fields() -> frozenset[str]:
@@ -214,7 +214,7 @@ def row_fields(tokens: int, packed: int | None) -> dict[str, Any]:
 
 
 def block_layouts() -> tuple[Any, ...]:
-    """Return the layouts in which pages of unlike caches lie side by side in a block. Only 0.32 and later ask."""
+    """Return the layouts with pages of unlike caches side by side in a block. Only 0.32 and later ask."""
     layouts = importlib.import_module("vllm.v1.kv_cache_layout").KVCacheLayout
     return layouts.BLHNC, layouts.BLNHC
 
@@ -245,7 +245,7 @@ def compilable(model: Any) -> Any:
 
 
 def make_traceable(module: Any) -> None:
-    """Let functions of another compiler in the model's module be calls of vLLM's ops, which Dynamo traces."""
+    """Replace functions of a different compiler in the model's module by calls of vLLM's ops, which Dynamo traces."""
     for name in model_file().fused:
         setattr(module, name, _broadcast if name == BROADCAST else getattr(torch.ops.vllm, name))
 

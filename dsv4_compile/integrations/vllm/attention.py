@@ -72,9 +72,9 @@ class Attention(nn.Module):
 def step_buffers(vllm_config: Any, config: DeepseekV4Config) -> StepBuffers:
     """Return the buffers of the model that is being built: those of its first owner, or new ones."""
     owners = vllm_config.compilation_config.static_forward_context.values()
-    found = next((owner for owner in owners if isinstance(owner, CacheOwner)), None)
-    if found is not None:
-        return found.step_buffers
+    owner_with_buffers = next((owner for owner in owners if isinstance(owner, CacheOwner)), None)
+    if owner_with_buffers is not None:
+        return owner_with_buffers.step_buffers
     scheduler = vllm_config.scheduler_config
     return StepBuffers(
         config.sliding_window,

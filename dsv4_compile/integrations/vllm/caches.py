@@ -1,7 +1,7 @@
 """Owners of a layer's caches in vLLM: what they ask for, what they are bound to, and who describes a step to them.
 
-vLLM finds an owner by its name in the static forward context. It asks for a spec, groups owners whose blocks are
-alike, makes one metadata builder for each group, and binds views of one storage that holds the pages of all layers.
+vLLM finds an owner by its name in the static forward context. It asks for a spec, groups owners with equal blocks,
+makes one metadata builder for each group, and binds views of one storage that holds the pages of all layers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CacheOwner(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         return self.pages is not None and self.table is not None
 
     def get_attn_backend(self) -> type[Any]:
-        """Return the backend whose builder describes a step to this cache."""
+        """Return the backend with the builder that describes a step to this cache."""
         return PagedBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
@@ -126,7 +126,7 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return the layouts in which pages of unlike caches lie side by side in a block."""
+        """Return the layouts with pages of unlike caches side by side in a block."""
         return block_layouts()
 
     @staticmethod

@@ -60,7 +60,7 @@ def graph_pass(device: torch.device) -> Any:
 
 
 def explained(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a graph with backend "dsv4" for `explaining`: the backend of a model whose report is wanted."""
+    """Compile a graph with backend "dsv4" for `explaining`: the backend of a model that gets a report."""
     return _watch.get().backend(BACKEND)(gm, example_inputs, **kwargs)
 
 

@@ -48,7 +48,7 @@ class Formats:
 
 
 EXPERTS = re.compile(r"(?:model\.)?layers\.(\d+\.ffn\.(?:shared_)?experts)(?:\.|$)")
-"""Names by which a configuration leaves experts out of the quantisation."""
+"""Names in configurations that leave experts out of the quantisation."""
 
 
 _MATRIX = re.compile(r"(?:experts\.(\d+)|shared_experts)\.w([123])\.(?:weight|scale)")
@@ -95,16 +95,16 @@ class Experts(nn.Module):
         self.ranks, number = ranks, 1 if ranks is None else ranks.size
         rows = hf.moe_intermediate_size // number  # of the shared expert
         width = hf.moe_intermediate_size if whole else rows
-        own = range(experts) if ranks is None or not whole else range(*ranks.part(experts))
-        self.own, self.whole = own, whole
+        local_experts = range(experts) if ranks is None or not whole else range(*ranks.part(experts))
+        self.own, self.whole = local_experts, whole
         self.scale, self.limit = float(hf.routed_scaling_factor), float(hf.swiglu_limit)
         hashed = index < hf.num_hash_layers
         self.gate = parameter(experts, hidden, dtype=dtype)
         self.bias = None if hashed else parameter(experts, dtype=torch.float32)
         self.tid2eid = parameter(hf.vocab_size, self.top_k, dtype=torch.int32) if hashed else None
         routed, shared = ((name, dtype, formats.scales) for name in (formats.routed, formats.shared))
-        self.w13, self.w13_scale = _weight(routed, len(own), 2 * width, hidden)
-        self.w2, self.w2_scale = _weight(routed, len(own), hidden, width)
+        self.w13, self.w13_scale = _weight(routed, len(local_experts), 2 * width, hidden)
+        self.w2, self.w2_scale = _weight(routed, len(local_experts), hidden, width)
         self.shared_w13 = self.shared_w2 = self.shared_w13_scale = self.shared_w2_scale = None
         if hf.n_shared_experts:
             self.shared_w13, self.shared_w13_scale = _weight(shared, 2 * rows, hidden)
@@ -147,10 +147,10 @@ class Experts(nn.Module):
             yield "gate.bias", self.bias
         if self.tid2eid is not None:
             yield "gate.tid2eid", self.tid2eid
-        for place, number in enumerate(self.own):
+        for index, number in enumerate(self.own):
             for suffix, w13, w2 in (("weight", self.w13, self.w2), ("scale", self.w13_scale, self.w2_scale)):
                 if w13 is not None and w2 is not None:
-                    yield from _parts(f"experts.{number}", suffix, w13[place], w2[place])
+                    yield from _parts(f"experts.{number}", suffix, w13[index], w2[index])
         for suffix, w13, w2 in (
             ("weight", self.shared_w13, self.shared_w2),
             ("scale", self.shared_w13_scale, self.shared_w2_scale),
@@ -181,8 +181,8 @@ class Experts(nn.Module):
 def _parts(name: str, suffix: str, w13: Tensor, w2: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield gate, up and down of one expert: halves of `w13`, and `w2`."""
     gate, up = w13.chunk(2)
-    for number, part in ((1, gate), (3, up), (2, w2)):
-        yield f"{name}.w{number}.{suffix}", part
+    for number, weight in ((1, gate), (3, up), (2, w2)):
+        yield f"{name}.w{number}.{suffix}", weight
 
 
 def _weight(form: tuple[str, torch.dtype, torch.dtype], *shape: int) -> tuple[nn.Parameter, nn.Parameter | None]:

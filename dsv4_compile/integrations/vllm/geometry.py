@@ -1,4 +1,4 @@
-"""The caches of a DeepSeek-V4 layer as vLLM pages them: tokens of a block, bytes of a page, and what must hold.
+"""The caches of a DeepSeek-V4 layer as vLLM pages them: tokens of a block, bytes of a page, and conditions.
 
 Each block-table group of `metadata.BlockTables` is one group of caches in vLLM, and page formats are equal byte for
 byte. vLLM keeps the pages of all layers in one storage, side by side in a block: pages of a cache are a block apart,
@@ -50,7 +50,7 @@ class CacheKind:
     def pages_of(self, views: Tensor) -> Tensor:
         """Return vLLM's views `[P, 1, rows, row]` as this package's pages, without a copy.
 
-        Byte formats become `[P, rows * row]`, states stay `[P, rows, row]`. E803 for another shape, dtype or address.
+        Byte formats become `[P, rows * row]`, states stay `[P, rows, row]`. E803 for any other shape, dtype or address.
         """
         got = f"{self.name} cache {views.dtype} {list(views.shape)}, strides {list(views.stride())}"
         fine = (
@@ -61,7 +61,7 @@ class CacheKind:
         )
         rule = f"pages are {self.dtype} [P, 1, {self.rows}, {self.row}], and the elements of a page are contiguous"
         check(fine, "E803", got=got, rule=rule)
-        # By address: a view that came through DLPack has a storage of its own, and its offset there is 0.
+        # By address: a view that came through DLPack has a separate storage, and its offset there is 0.
         for what, value in (("begin at address", views.data_ptr()), ("are apart", _page_bytes(views))):
             rule = f"pages begin at multiples of {PAGE_ALIGN} bytes, and are as far apart"
             check(value % PAGE_ALIGN == 0, "E803", got=f"{got}, whose pages {what} {value}", rule=rule)
@@ -96,6 +96,6 @@ def row_bytes(page: layout.PageLayout) -> int:
 
 
 def _state(name: str, group: str, ratio: int, head_dim: int) -> CacheKind:
-    """Return the cache of a compressor's state, whose pages vLLM frees when no open group of tokens needs them."""
+    """Return the cache of a compressor's state; vLLM frees its pages when no open group of tokens needs them."""
     pooled, width = layout.overlap_factor(ratio) * ratio, layout.state_width(ratio, head_dim)
     return CacheKind(name, group, layout.state_block_size(ratio), 1, width, torch.float32, pooled)

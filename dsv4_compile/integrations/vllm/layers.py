@@ -14,7 +14,7 @@ from .tensor_parallel import add_up, ranks_here
 
 
 class DecoderLayer(LayerParts):
-    """One layer in the place of vLLM's, with the arguments from which vLLM's model builds its own.
+    """One layer in the place of vLLM's, with the arguments that vLLM's model builds its layers from.
 
     Args:
         vllm_config: configuration of the engine.
@@ -23,8 +23,8 @@ class DecoderLayer(LayerParts):
 
     def __init__(self, vllm_config: Any, prefix: str, **_: Any) -> None:
         model, ranks = vllm_config.model_config, ranks_here()
-        whole = vllm_config.parallel_config.enable_expert_parallel
-        super().__init__(model.hf_config, _compat.extract_layer_index(prefix), model.dtype, ranks, whole)
+        whole_experts = vllm_config.parallel_config.enable_expert_parallel
+        super().__init__(model.hf_config, _compat.extract_layer_index(prefix), model.dtype, ranks, whole_experts)
         self.attn = Attention(vllm_config, prefix=f"{prefix}.attn")
 
     def forward(
@@ -36,7 +36,7 @@ class DecoderLayer(LayerParts):
             streams: `[T, N, D]`, without what is `pending` of the layer before, None for the first layer.
             step: what `Attention.forward` takes. token_ids: `[T]`.
         Returns:
-            The streams, and what is pending of the experts.
+            The streams, and the pending output of the experts.
         """
         streams, y, post, comb = self.hc_attn(streams, pending)
         streams, y, post, comb = self.hc_ffn(streams, (self.attn(step, y), post, comb))

@@ -83,7 +83,7 @@ def why_unsupported(engine: Engine) -> list[str]:
     """Return a reason for everything about `engine` that the plug-in does not support."""
     reasons = [f"{name}={size}: {PARALLEL[name]}" for name, size in engine.parallel]
     if engine.drafts:
-        known = (why for part, why in DRAFTS.items() if part in engine.drafts.lower())
+        known = (why for keyword, why in DRAFTS.items() if keyword in engine.drafts.lower())
         reasons.append(f"speculative decoding by {engine.drafts!r}: {next(known, OTHER_DRAFTS)}")
     if engine.cache_dtype not in CACHE_DTYPES:
         why = "its rows are not fp8_ds_mla, and vLLM has them for FlashInfer alone"

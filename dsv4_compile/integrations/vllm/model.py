@@ -17,7 +17,7 @@ compilable: Any = _compat.compilable(base.DeepseekV4Model)
 
 
 class DeepseekV4Model(compilable):  # type: ignore[misc]
-    """vLLM's model, whose layers have `Attention` and which is compiled once its caches exist.
+    """vLLM's model with `Attention` in its layers; it is compiled once its caches exist.
 
     vLLM traces in its first call, a profiling run before it allocates caches, and keeps no guards. Until every cache is
     bound the model therefore runs eagerly.

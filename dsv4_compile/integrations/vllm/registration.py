@@ -1,4 +1,4 @@
-"""Registration with vLLM: settings from the environment, versions, and what its configuration is checked for.
+"""Registration with vLLM: settings from the environment, versions, and checks of its configuration.
 
 vLLM calls `register` in every process, perhaps more than once. The model's class is registered by name, so that no
 process imports the model before it needs it.

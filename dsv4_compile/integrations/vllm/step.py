@@ -29,7 +29,7 @@ class Step:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the positions in whose place the step travels, `[T]`."""
+        """Shape of the positions that the step is passed instead of, `[T]`."""
         return self.metadata[0].positions.shape
 
 
@@ -38,7 +38,7 @@ class StepBuffers(nn.Module):
 
     query_start_loc: int32 `[R + 1]`, first token of each request, then the number of tokens.
     slot_mapping: int64 `[T]`, negative for rows that are no tokens.
-    table_0, ...: int32 `[R, B]`, one for each group of caches whose blocks are allocated together.
+    table_0, ...: int32 `[R, B]`, one for each group of caches with blocks that are allocated together.
     bindings: how often vLLM has bound a cache of these steps.
 
     Args:
@@ -83,9 +83,9 @@ class StepBuffers(nn.Module):
 
     def load_table(self, number: int, table: Tensor) -> None:
         """Copy a step's block table `[r, b]`. Columns that no sequence reaches are left out."""
-        own = self.table(number)
-        columns = min(own.shape[1], table.shape[1])
-        own[: table.shape[0], :columns].copy_(table[:, :columns])
+        buffer = self.table(number)
+        columns = min(buffer.shape[1], table.shape[1])
+        buffer[: table.shape[0], :columns].copy_(table[:, :columns])
 
     def clear(self) -> None:
         """Make every row padding, for a step that vLLM describes by nothing."""
@@ -112,7 +112,7 @@ class StepBuffers(nn.Module):
 
 
 def table_sets(layers: Iterable[TableIds]) -> tuple[list[dict[str, int]], list[int]]:
-    """Return the fewest sets of block tables in which every group has one table, and the set of each layer.
+    """Return the fewest sets of block tables with one table for every group, and the set of each layer.
 
     A layer joins the first set that contradicts none of its tables: layers of all kinds that share a window table share
     a set.

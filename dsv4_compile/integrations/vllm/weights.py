@@ -54,7 +54,7 @@ class AttentionWeights:
         """Yield the tensors that are not attention's; keep or load the others.
 
         Raises:
-            DSV4Error: E207 for a tensor that the layer does not have, or of another shape or dtype.
+            DSV4Error: E207 for a tensor that the layer does not have, or of a wrong shape or dtype.
         """
         for name, tensor in weights:
             match = _NAME.fullmatch(name)
@@ -63,8 +63,8 @@ class AttentionWeights:
                 continue
             index, rest = int(match[1]), match[2]
             held = self._held.setdefault(index, {})
-            own = f"{rest.removesuffix(_SCALE)}.scale" if rest.endswith(_SCALE) else rest
-            held[own] = tensor if self.ranks is None else part_of(tensor, attention_split_of(own), self.ranks)
+            leaf = f"{rest.removesuffix(_SCALE)}.scale" if rest.endswith(_SCALE) else rest
+            held[leaf] = tensor if self.ranks is None else part_of(tensor, attention_split_of(leaf), self.ranks)
             if len(held) == sum(1 for _ in self.layers[index].parameters()):
                 self._load(index)
 
@@ -101,7 +101,7 @@ class LayerWeights:
         """Yield the tensors of attention and those outside of layers; copy the others.
 
         Raises:
-            DSV4Error: E207 for a tensor that the layer does not have or got before, or of another shape or dtype.
+            DSV4Error: E207 for a tensor that the layer does not have or got before, or of a wrong shape or dtype.
         """
         for name, tensor in weights:
             match = _LAYER.fullmatch(name)
@@ -109,15 +109,15 @@ class LayerWeights:
                 yield name, tensor
                 continue
             index, rest = int(match[1]), checkpoint_name(match[2])
-            part = self.layers[index].part(rest, tensor)
-            if part is None:
+            local_tensor = self.layers[index].part(rest, tensor)
+            if local_tensor is None:
                 continue
             if index not in self._empty:
                 self._empty[index] = dict(self.layers[index].slots())
             slot = self._empty[index].pop(rest, None)
             check(slot is not None, "E207", got=f"{name}", why=f"layer {index} has no {rest}, or got it before")
             assert slot is not None
-            fill(slot, part, name)
+            fill(slot, local_tensor, name)
             if not self._empty[index]:
                 self._finish(index)
 
@@ -153,7 +153,7 @@ def fill(slot: Tensor, value: Tensor, name: str) -> None:
     """Copy a tensor of the checkpoint into its slot, a part of a parameter. Only floating weights may be rounded.
 
     Raises:
-        DSV4Error: E207 for another shape, or for a dtype that cannot be copied without loss.
+        DSV4Error: E207 for a wrong shape, or for a dtype that cannot be copied without loss.
     """
     got, needs = f"{name} {value.dtype} {list(value.shape)}", f"{slot.dtype} {list(slot.shape)} is needed"
     check(value.shape == slot.shape, "E207", got=got, why=needs)

@@ -1,4 +1,4 @@
-"""Configurations of vLLM with which the plug-in does not replace decoder layers, each with its reason.
+"""Configurations of vLLM that keep the plug-in from replacing decoder layers, with reasons.
 
 They come on top of those of `limits`, which hold for attention too.
 """
@@ -29,7 +29,7 @@ _SIDES = {FLOAT: 1, MXFP4: layout.MX_TILE, E4M3: layout.WEIGHT_TILE}
 
 
 def why_unsupported(config: Any) -> list[str]:
-    """Return a reason for everything about a `vllm.config.VllmConfig` with which layers are not replaced."""
+    """Return a reason for each setting of a `vllm.config.VllmConfig` that keeps layers from being replaced."""
     hf, model = config.model_config.hf_config, config.model_config
     reasons = [
         *_unequal(hf, _MODEL),

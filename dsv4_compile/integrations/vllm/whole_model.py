@@ -20,7 +20,7 @@ OPS = ("mhc_pre", "mhc_boundary", "mhc_head", "moe_route", "moe_experts")
 
 
 class WholeModel(model.DeepseekV4Model):
-    """vLLM's model, whose layers are `DecoderLayer` and whose streams end in `mhc_head`."""
+    """vLLM's model with `DecoderLayer` as layers and `mhc_head` at the end of its streams."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -62,7 +62,7 @@ class WholeModel(model.DeepseekV4Model):
         return []
 
     def finalize_mega_moe_weights(self) -> None:
-        """Do nothing: vLLM's model for GPUs calls it for experts of its own."""
+        """Do nothing: vLLM's model for GPUs calls it for vLLM's experts."""
 
 
 class DeepseekV4ForCausalLM(model.DeepseekV4ForCausalLM):
