@@ -78,12 +78,12 @@ def problems(device: torch.device, only: Only, tokens: tuple[int, ...] | None = 
     """Yield every op and cache at every number of tokens."""
     wide, narrow = layout.V32_HEAD_DIM, layout.V32_LATENT_DIM
     flash = HEADS, KEYS, {"D": layout.HEAD_DIM}
-    made: list[tuple[str, str, int, int, dict[str, int], Callable[..., Args]]] = [
+    builders: list[tuple[str, str, int, int, dict[str, int], Callable[..., Args]]] = [
         (LISTS, rows.CACHE, *flash, lists),
         *((ROWS, fmt, *flash, partial(in_format, fmt)) for fmt in (rows.CACHE, "plain", "fp8")),
         (LATENT, "plain", V32_HEADS, V32_TOPK, {"D": wide, "N": narrow}, latent),
     ]
-    for op, cache, heads, keys, dims, make in made:
+    for op, cache, heads, keys, dims, make in builders:
         for size in tokens or TOKENS[device.type]:
             if not keep(only, op=op, cache=cache, heads=heads, keys=keys, tokens=size):
                 continue

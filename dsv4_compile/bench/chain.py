@@ -4,7 +4,7 @@
 this package's ops, compiled by its backend; `ir` and `triton` name the implementation that it prefers. `projections`
 are the GEMMs alone: a chain's time less theirs is that of everything else.
 
-A step of up to `MOST_REQUESTS` tokens is a decode step of one token a request, each of which closes a group of the
+A step of up to `MOST_REQUESTS` tokens is a decode step of one token a request: each token closes a group of the
 compressor; more tokens are the last chunk of one prompt. The indexer is not part of it.
 """
 
@@ -114,8 +114,8 @@ def _ops(layer: ChainLayer) -> Iterator[_Ways]:
 def differs(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
     """Return why results disagree with plain PyTorch, or "".
 
-    A GEMM may add in another order, so that a value quantised after it may be a neighbour; caches are compared by the
-    vectors that they hold.
+    A GEMM may add in a different order, so that a value quantised after it may be a neighbour; caches are compared by
+    the vectors that they hold.
     """
     for index, (actual, expected) in enumerate(zip(got, want, strict=True)):
         if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):

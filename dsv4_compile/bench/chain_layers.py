@@ -83,8 +83,8 @@ class ChainLayer:
         generator = torch.Generator(device).manual_seed(seed)
         randn = partial(torch.randn, device=device, generator=generator, dtype=torch.bfloat16)
         shuffled = partial(torch.randperm, device=device, generator=generator)
-        each = tokens if tokens > self.requests else 1
-        positions = self.context - each + torch.arange(tokens, device=device) % each
+        query_len = tokens if tokens > self.requests else 1
+        positions = self.context - query_len + torch.arange(tokens, device=device) % query_len
         angle = torch.rand(self.context, c.rope_dim // 2, device=device, generator=generator) * 6.28
         pages = layout.cdiv(self.most, layout.WINDOW_BLOCK)
         first = ChainInputs(
@@ -101,8 +101,8 @@ class ChainLayer:
         if self.ratio == 1:
             return tuple(first)
         size, block = layout.state_block_size(self.ratio), layout.storage_block_size(self.ratio)
-        owners = torch.arange(tokens, device=device) // each
-        requests, live = tokens // each, self.live(each)
+        owners = torch.arange(tokens, device=device) // query_len
+        requests, live = tokens // query_len, self.live(query_len)
         blocks = max(self.requests * self.live(1), self.live(self.most))
         table = torch.full((self.requests, layout.cdiv(self.context, size)), layout.PAD_INDEX, device=device)
         table[:requests, -live:] = shuffled(blocks)[: requests * live].view(requests, live)
@@ -156,8 +156,8 @@ class ChainLayer:
         c, e, row = self.config, 2, costs.row_bytes(CACHE)
         rows, heads = sum(self.widths), c.num_heads * c.head_dim
         weights = e * (rows * c.hidden_size + heads * c.q_lora_rank)
-        each = e * (c.hidden_size + heads) + 4 * c.rope_dim + 2 * 8 + row
-        moved = weights + tokens * each
+        token_bytes = e * (c.hidden_size + heads) + 4 * c.rope_dim + 2 * 8 + row
+        moved = weights + tokens * token_bytes
         if self.ratio > 1:
             closed = tokens if tokens <= self.requests else tokens // self.ratio
             window = layout.overlap_factor(self.ratio) * self.ratio

@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if wrong := _why_unwritable(args):
         print(wrong, file=sys.stderr)
         return 2
-    return max(_measure(args, *each) for each in ({args.scenario: only} if args.scenario else bench.choices()).items())
+    choices = {args.scenario: only} if args.scenario else bench.choices()
+    return max(_measure(args, scenario, columns) for scenario, columns in choices.items())
 
 
 def _why_unwritable(args: argparse.Namespace) -> str:

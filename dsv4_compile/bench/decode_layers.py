@@ -82,7 +82,7 @@ def random_layers(
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """Layers and a batch of requests at the end of their contexts, whose first requests a step decodes.
+    """Layers and a batch of requests at the end of their contexts; a step decodes the first requests.
 
     Each layer is compiled by itself, so that all layers of one kind share their code.
     """
@@ -140,7 +140,7 @@ class DecodeStep:
         so that one in R closes a group of ratio R.
         """
         earlier = [request % layout.HCA_RATIO * apart for request in range(tokens)]
-        self.buffers.load(list(range(tokens + 1)), [self.context - each for each in earlier])
+        self.buffers.load(list(range(tokens + 1)), [self.context - earlier_by for earlier_by in earlier])
         self.buffers.refresh(tokens)
 
     def compiled(self, **options: Any) -> Layers:

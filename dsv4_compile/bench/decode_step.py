@@ -6,7 +6,7 @@ R, as on a server. SWA, HCA and CSA are eight layers of one kind, with more weig
 of one layer, including its share of the metadata refresh where a graph does it. `stack` is all 43 layers of V4-Flash.
 
 `eager` runs the ops one by one; `stock` is torch.compile without options, `reduce-overhead` its mode of that name;
-`dsv4` is this package's backend; `graph` and `eager graph` are a DecodeRunner over `dsv4` and over the eager ops, whose
+`dsv4` is this package's backend; `graph` and `eager graph` are a DecodeRunner over `dsv4` and over the eager ops: their
 graphs refresh the metadata; `graph side stream` sets `aux_stream`. Layers are compiled one by one.
 
 `us` is warm: steps run back to back. `cold_us`, of `graph`, is the sum over layers of event pairs inside a graph that
@@ -133,7 +133,7 @@ def _of_implementation(
         if apart and tokens == 1:
             continue  # one request is not apart from itself
         stages = [stage_costs(config, i, fp8, tokens, context, apart) for i in range(config.num_layers)]
-        whole = [total(stages[i]) for i in range(config.num_layers // repeats)]
+        totals = [total(stages[i]) for i in range(config.num_layers // repeats)]
 
         def make(seed: int, tokens: int = tokens) -> Args:
             generator = torch.Generator(step.device).manual_seed(seed)
@@ -157,7 +157,7 @@ def _of_implementation(
             params={**params, "end": end, "tokens": tokens},
             make=make,
             written=(),
-            cost=costs.Cost(sum(c.bytes for c in whole), sum(c.flops for c in whole), whole[0].operands),
+            cost=costs.Cost(sum(c.bytes for c in totals), sum(c.flops for c in totals), totals[0].operands),
             reference=step.call(step.layers, tokens, apart),
             implementations={impl: partial(prepare, tokens, apart)},
             published={} if mesh is not None else published(layer, weights, end, tokens, _name(step.device)),
@@ -221,8 +221,8 @@ def _prepared(
     def prepare(tokens: int, apart: bool) -> Callable[..., Any]:
         if not built:
             built.append(ways[impl]())
-        own = built[0]
-        return (step.replay if isinstance(own, DecodeRunner) else step.call)(own, tokens, apart)
+        runner = built[0]
+        return (step.replay if isinstance(runner, DecodeRunner) else step.call)(runner, tokens, apart)
 
     def time_cold(tokens: int, apart: bool, call: Callable[..., Any], args: Args) -> ColdTime:
         if not cold:
@@ -230,7 +230,7 @@ def _prepared(
             cold.append((timer, step.runner(Layers(layers[0].layers, timer), sizes)))
         timer, runner = cold[0]
         flushed = step.replay(runner, tokens, apart)
-        want = [each.clone() for each in call(*args)]
+        want = [tensor.clone() for tensor in call(*args)]
         if wrong := differs(flushed(*args), want):
             raise AssertionError(f"with flushes between layers, {wrong}")
         return timer.measure(partial(flushed, *args))
@@ -247,22 +247,22 @@ def _profile(
 ) -> None:
     """Add to `facts` what the profiler finds in a replay; see the module."""
     load()
-    found = nodes(call)
-    facts |= {"nodes": len(found), "copies_from_host": sum("HtoD" in node.name for node in found)}
-    first, length = repeated([node.name for node in found], repeats)
+    replayed = nodes(call)
+    facts |= {"nodes": len(replayed), "copies_from_host": sum("HtoD" in node.name for node in replayed)}
+    first, length = repeated([node.name for node in replayed], repeats)
     if floors and length:
-        facts |= {"nodes_of_layer": length, "metadata_us": round(sum(node.us for node in found[:first]), 2)}
+        facts |= {"nodes_of_layer": length, "metadata_us": round(sum(node.us for node in replayed[:first]), 2)}
         facts["stages"] = {
             stage: {
-                "us": round(sum(node.us for node in own), 2),
+                "us": round(sum(node.us for node in stage_nodes), 2),
                 "floor_us": round(costs.floor_us(floors.get(stage, costs.Cost(0, 0)), costs.H200), 2),
-                "kernels": [[node.us, node.name[:80]] for node in own],
+                "kernels": [[node.us, node.name[:80]] for node in stage_nodes],
             }
-            for stage, own in stage_times(found[-length:]).items()
+            for stage, stage_nodes in stage_times(replayed[-length:]).items()
         }
         return
     by_name: dict[str, list[float]] = defaultdict(list)
-    for node in found:
+    for node in replayed:
         by_name[node.name[:80]].append(node.us)
     facts["kernels"] = {name: [len(times), round(sum(times), 2)] for name, times in by_name.items()}
 

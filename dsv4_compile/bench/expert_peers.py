@@ -1,8 +1,8 @@
 """Calls other projects' experts with the arguments of `moe_experts`, without a shared expert.
 
-`transformers_*` are the implementations of that library on weights in bfloat16, of which eager waits for the device.
-`torch_grouped_mm` is torch's grouped GEMM, with plain PyTorch around it. `marlin` is vLLM's MXFP4 kernel, whose
-weights are repacked before they are timed.
+`transformers_*` are the implementations of that library on weights in bfloat16; eager waits for the device.
+`torch_grouped_mm` is torch's grouped GEMM, with plain PyTorch around it. `marlin` is vLLM's MXFP4 kernel; its weights
+are repacked before it is timed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _module(implementation: str, args: Args) -> Args:
 def why_too_large(ids: Tensor, w13: Tensor, w2: Tensor, free: int) -> str:
     """Return why `batched_mm`, which copies the weights of every place, cannot run in `free` bytes, or ""."""
     copied = ids.numel() * (w13.nbytes + w2.nbytes) // len(w13)
-    # A captured call has memory of its own beside that of the calls before it.
+    # A captured call allocates memory in addition to that of the calls before it.
     if 2 * copied <= free:
         return ""
     return f"batched_mm copies {copied / 1e9:.0f} GB of weights, twice with a graph; {free / 1e9:.0f} GB are free"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 NEIGHBOUR = {torch.bfloat16: 1.01 / 128, torch.float16: 1.01 / 1024, torch.float32: 1e-5}
-"""Relative distance to the next value: sums in another order may round to a neighbour."""
+"""Relative distance to the next value: sums in a different order may round to a neighbour."""
 CANCELLED = 1e-5
-"""Absolute error of a rotation of values of order one whose two terms cancel."""
+"""Absolute error of a rotation of values of order one if its two terms cancel."""
 FLIPPED_SHARE = 1e-5
 """Share of quantised values that may be neighbours: a fused multiply-add rounds once, not twice."""
 CHUNK = 1 << 26

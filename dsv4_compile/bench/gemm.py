@@ -44,7 +44,7 @@ ROUNDING, QUANTISING = 1.01 / 128, 1.01 / 8
 class Layer:
     """A linear layer of a model as the arguments of `op`: `groups` matrices `[rows, size]`.
 
-    `beside` is the number of rows of a bfloat16 weight that the same call multiplies with the same input.
+    The last field is the number of rows of a bfloat16 weight that the same call multiplies with the same input.
     """
 
     op: str
@@ -147,8 +147,10 @@ def differs(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float) -> 
     if kinds[0] != kinds[1]:
         return f"the result is {kinds[0]}, the reference gives {kinds[1]}"
     rounding = ROUNDING if len(want) == 1 else QUANTISING
-    # A quantised result is compared dequantised: another rounding may choose another scale.
-    actual, wide = (each[0].float() if len(each) == 1 else dequantize_activation(*each) for each in (got, want))
+    # A quantised result is compared dequantised: a different rounding may choose a different scale.
+    actual, wide = (
+        tensors[0].float() if len(tensors) == 1 else dequantize_activation(*tensors) for tensors in (got, want)
+    )
     allowed = rounding * wide.abs() + tolerance * wide.square().mean().sqrt()
     # Negated, so that NaN is wrong.
     wrong = int((~((actual - wide).abs() <= allowed)).sum())

@@ -1,7 +1,7 @@
 """Scenario `indexer`: the compressors and the indexer of a layer, op by op, at 16k tokens of context.
 
-Score and selection also run at other contexts: `--only context=4096,65536`. Inputs are `steps.StepInputs`: each token
-of a decode step sees 4096 entries of its own, tokens of a prompt see the same ones.
+Score and selection also run at other contexts: `--only context=4096,65536`. Inputs are `steps.StepInputs`: the tokens
+of a decode step see separate sets of 4096 entries, tokens of a prompt see the same ones.
 
 Queries and keys of the score are -1, 0 or 1, and weights multiples of 2^-10: every sum is exact in float32, so that
 implementations that add in different orders select the same entries.
@@ -107,11 +107,13 @@ def cases(config: DeepseekV4Config) -> Iterator[Case]:
         "HCA": Compressor(layout.HCA_RATIO, config.head_dim, "fp8_ds_mla"),
         "indexer": Compressor(layout.CSA_RATIO, config.index_head_dim, KEYS),
     }
-    for name, each in layers.items():
-        yield Case("save_partial_states", {"layer": name}, each.save, (0, 3, 4), (2,), each.save_cost)
-    for name, each in layers.items():
+    for name, compressor in layers.items():
+        yield Case("save_partial_states", {"layer": name}, compressor.save, (0, 3, 4), (2,), compressor.save_cost)
+    for name, compressor in layers.items():
         tokens = (1, 3, 4, 5)
-        yield Case("compress_norm_rope_insert", {"layer": name}, each.compress, tokens, (8,), each.compress_cost)
+        yield Case(
+            "compress_norm_rope_insert", {"layer": name}, compressor.compress, tokens, (8,), compressor.compress_cost
+        )
     yield Case("indexer_q_rope_quant", {}, _queries, (0, 1, 3), (), _queries_cost)
     for topk in (config.index_topk, 2 * config.index_topk):
         cost = partial(_score_cost, topk=topk)
@@ -129,7 +131,7 @@ def cases(config: DeepseekV4Config) -> Iterator[Case]:
 def problems(
     device: torch.device, only: Only, tokens: tuple[int, ...] | None = None, context: int | None = None
 ) -> Iterator[Problem]:
-    """Yield every op at every size; the larger top-k is V4-Pro's, whose indexer is otherwise V4-Flash's."""
+    """Yield every op at every size; the larger top-k is V4-Pro's, all else V4-Flash's."""
     config, usual = DeepseekV4Config.flash(), context or CONTEXT[device.type]
     sizes = [t for t in tokens or TOKENS[device.type] if keep(only, tokens=t)]
     for case in cases(config):

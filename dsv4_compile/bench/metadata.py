@@ -36,39 +36,39 @@ OUTPUTS = tuple(range(ARGUMENTS.index("positions"), len(ARGUMENTS)))
 def buffers(requests: int, query: int, max_len: int, device: torch.device, seed: int) -> MetadataBuffers:
     """Return the buffers of one step, loaded."""
     generator = torch.Generator().manual_seed(seed)
-    own = MetadataBuffers(
+    loaded = MetadataBuffers(
         max_num_batched_tokens=requests * query, max_num_seqs=requests, max_model_len=max_len, device=device
     )
 
     on_device = torch.Generator(device).manual_seed(seed)
 
     def pages(group: str) -> torch.Tensor:
-        shape = requests, own.plan.sizes[f"{group}_blocks"]
+        shape = requests, loaded.plan.sizes[f"{group}_blocks"]
         return torch.randint(math.prod(shape), shape, generator=on_device, device=device, dtype=torch.int32)
 
     lens = torch.randint(min(query, max_len), max_len + 1, (requests,), generator=generator)
-    tables = BlockTables(**{group: pages(group) for group in own.groups})
-    own.load(torch.arange(requests + 1) * query, lens, block_tables=tables)
-    return own
+    tables = BlockTables(**{group: pages(group) for group in loaded.groups})
+    loaded.load(torch.arange(requests + 1) * query, lens, block_tables=tables)
+    return loaded
 
 
 def metadata_args(own: MetadataBuffers) -> Args:
     """Return the arguments of `batch_metadata`."""
-    given: dict[str, Any] = dict.fromkeys(ARGUMENTS) | {
+    arguments: dict[str, Any] = dict.fromkeys(ARGUMENTS) | {
         name: tensor for name, tensor in own.tensors.items() if name in ARGUMENTS
     }
-    given["window_block_size"] = layout.WINDOW_BLOCK
-    return tuple(given.values())
+    arguments["window_block_size"] = layout.WINDOW_BLOCK
+    return tuple(arguments.values())
 
 
 def advance_args(own: MetadataBuffers, query: int, seed: int) -> Args:
     """Return the arguments of `advance`; every request keeps some of its tokens."""
     device, requests = own.tensors["seq_lens"].device, own.max_num_seqs
     generator = torch.Generator().manual_seed(seed)
-    kept = torch.randint(1, query + 1, (requests,), generator=generator).int().to(device)
+    num_new = torch.randint(1, query + 1, (requests,), generator=generator).int().to(device)
     chosen = torch.randint(1, 9999, (requests, query), generator=generator).to(device)
     state = (own.tensors[name] for name in ("query_start_loc", "seq_lens", "input_ids", "overflow"))
-    return (kept, chosen, chosen[:, 1:] if query > 1 else None, own.tensors["reserved"], query, *state)
+    return (num_new, chosen, chosen[:, 1:] if query > 1 else None, own.tensors["reserved"], query, *state)
 
 
 def _ways(op: str, args: Callable[[], Args], stock: bool) -> dict[str, Prepare]:
@@ -95,8 +95,8 @@ def problems(
                     continue
 
                 def make(seed: int, of: tuple[Any, ...] = (requests, query, max_len), op: str = op) -> Args:
-                    own = buffers(of[0], of[1], of[2], device, seed)
-                    return metadata_args(own) if op == "batch_metadata" else advance_args(own, of[1], seed)
+                    loaded = buffers(of[0], of[1], of[2], device, seed)
+                    return metadata_args(loaded) if op == "batch_metadata" else advance_args(loaded, of[1], seed)
 
                 width = layout.c128a_width(max_len)
                 moved = {"T": requests * query, "W": layout.SLIDING_WINDOW, "K": width}

@@ -103,8 +103,8 @@ def _transformers(op: str) -> Callable[..., Any]:
     hf = deepseek_v4()
 
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        found: Tensor = hf.DeepseekV4RMSNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=eps), x)
-        return found.to(x.dtype)[0]
+        normed: Tensor = hf.DeepseekV4RMSNorm.forward(SimpleNamespace(weight=weight, variance_epsilon=eps), x)
+        return normed.to(x.dtype)[0]
 
     def pre(
         streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, weight: Tensor, eps: float, hc_eps: float, steps: int

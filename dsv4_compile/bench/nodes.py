@@ -32,7 +32,7 @@ class Node(NamedTuple):
 
 
 def nodes(call: Call) -> list[Node]:
-    """Return the nodes of one call in the order in which they run; none if calls differ.
+    """Return the nodes of one call in order of execution; none if calls differ.
 
     Measure host times before: the profiler slows the host for the rest of the process.
     """
@@ -41,13 +41,14 @@ def nodes(call: Call) -> list[Node]:
         for _ in range(_REPEATS):
             call()
             torch.cuda.synchronize()
-    found = [event for event in profile.events() if event.device_type.name == "CUDA"]
-    found.sort(key=lambda event: event.time_range.start)
-    count = len(found) // _REPEATS
-    calls = [found[i * count : (i + 1) * count] for i in range(_REPEATS)]
-    if len({tuple(event.name for event in each) for each in calls}) != 1 or count * _REPEATS != len(found):
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    events.sort(key=lambda event: event.time_range.start)
+    count = len(events) // _REPEATS
+    calls = [events[i * count : (i + 1) * count] for i in range(_REPEATS)]
+    names = {tuple(event.name for event in same_call) for same_call in calls}
+    if len(names) != 1 or count * _REPEATS != len(events):
         return []
-    times = [_exclusive([(event.time_range.start, event.time_range.end) for event in each]) for each in calls]
+    times = [_exclusive([(event.time_range.start, event.time_range.end) for event in same_call]) for same_call in calls]
     return [
         Node(event.name, round(statistics.median(same), 3))
         for event, same in zip(calls[0], zip(*times, strict=True), strict=True)
@@ -70,17 +71,17 @@ def by_name(found: Sequence[Node]) -> list[tuple[str, int, float]]:
     times: dict[str, list[float]] = {}
     for node in found:
         times.setdefault(node.name[:120], []).append(node.us)
-    rows = [(name, len(each), round(sum(each), 1)) for name, each in times.items()]
+    rows = [(name, len(kernel_times), round(sum(kernel_times), 1)) for name, kernel_times in times.items()]
     return sorted(rows, key=lambda row: -row[2])
 
 
 def _exclusive(spans: Sequence[tuple[float, float]]) -> list[float]:
     """Return what each span, in order of starts, adds to the time that earlier spans have covered."""
-    found, over = [], -math.inf
+    times, over = [], -math.inf
     for start, end in spans:
-        found.append(max(0.0, end - max(start, over)))
+        times.append(max(0.0, end - max(start, over)))
         over = max(over, end)
-    return found
+    return times
 
 
 def repeated(names: Sequence[str], times: int) -> tuple[int, int]:

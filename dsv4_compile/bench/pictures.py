@@ -9,7 +9,7 @@ from ..errors import fail, is_installed
 from .table import AXIS, Row, groups
 
 ROUNDED_US = 1.0
-"""Least floor whose three recorded decimals suffice to compute a rate."""
+"""Least floor with enough digits, at three recorded decimals, to compute a rate."""
 
 
 def can_draw() -> bool:
@@ -33,10 +33,10 @@ def draw(record: dict[str, Any], folder: Path, name: str = "") -> list[Path]:
     if not timed:
         return []
     name = name or record["scenario"]
-    made = [_times(record, timed, folder / f"{name}.png")]
+    paths = [_times(record, timed, folder / f"{name}.png")]
     if any(row.get("flops") for _, rows in timed for row in rows):
-        made.append(_roofline(record, timed, folder / f"{name}_roofline.png"))
-    return made
+        paths.append(_roofline(record, timed, folder / f"{name}_roofline.png"))
+    return paths
 
 
 def _times(record: dict[str, Any], timed: list[tuple[str, list[Row]]], path: Path) -> Path:
@@ -83,15 +83,15 @@ def _roofline(record: dict[str, Any], timed: list[tuple[str, list[Row]]], path: 
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     panel = figure.subplots()
-    found: dict[str, list[tuple[float, float]]] = {}
+    series: dict[str, list[tuple[float, float]]] = {}
     for _, rows in timed:
         for row in rows:
             if row.get("flops"):
                 reached = row["flops"] / (row.get("cold_us") or row["us"]) / 1e6
-                found.setdefault(f"{row['op']}, {row['impl']}", []).append((row["flops"] / row["bytes"], reached))
-    for name, points in found.items():
+                series.setdefault(f"{row['op']}, {row['impl']}", []).append((row["flops"] / row["bytes"], reached))
+    for name, points in series.items():
         panel.plot(*zip(*points, strict=True), "o", label=name, markersize=4)
-    intensities = sorted(x for points in found.values() for x, _ in points)
+    intensities = sorted(x for points in series.values() for x, _ in points)
     ends = [intensities[0] / 2, intensities[-1] * 2]
     panel.plot(ends, [x * record["copy_gb_s"] / 1e3 for x in ends], "k:", label="copy rate")
     for roof in flat_roofs(record):
@@ -107,9 +107,9 @@ def _roofline(record: dict[str, Any], timed: list[tuple[str, list[Row]]], path: 
 
 
 def flat_roofs(record: dict[str, Any]) -> list[float]:
-    """Return the TFLOP/s at which tensor cores bound the rows of a record, one for each dtype of operands.
+    """Return the tensor-core limits of the rows of a record in TFLOP/s, one for each dtype of operands.
 
-    They follow from the floors, of which those of a microsecond or less are rounded too much.
+    They follow from the floors; those of a microsecond or less are rounded too much.
     """
     bound = [row for row in record["rows"] if row.get("flops") and (row.get("floor_us") or 0) > ROUNDED_US]
     rates = ((row["flops"] / row["floor_us"] / 1e6, row["flops"] / row["bytes"]) for row in bound)

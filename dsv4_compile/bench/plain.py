@@ -1,6 +1,6 @@
 """Preprocessing of a layer in plain PyTorch, without custom ops: the input of stock torch.compile.
 
-Each linear is a call of its own, norms and RoPE are formulas, and caches are written by indexed assignment. Tokens that
+Each linear is a separate call, norms and RoPE are formulas, and caches are written by indexed assignment. Tokens that
 close no group of the compressor write to the last entry of its cache, which no request owns: a graph with static shapes
 cannot leave them out.
 """

@@ -1,6 +1,6 @@
 """Scenario `preprocess_insert`: the preprocessing of a whole layer, in one launch and op by op.
 
-Steps are those of scenario `indexer`: up to 512 tokens are a decode step in which every token closes a group, the worst
+Steps are those of scenario `indexer`: up to 512 tokens are a decode step where every token closes a group, the worst
 case (one step in 128 at ratio 128); more tokens are the last chunk of one prompt. All inputs are slices of one float32
 projection. `separate` runs the kernels of the ops that the one launch replaces.
 """
@@ -40,8 +40,8 @@ def _compressors(config: DeepseekV4Config, ratio: int) -> list[Compressor]:
 
 def build(s: StepInputs, ratio: int) -> Args:
     """Return the arguments of `preprocess_insert` for a layer of `ratio`."""
-    c, made = s.config, _compressors(s.config, ratio)
-    widths = [c.q_lora_rank, c.head_dim, *(each.width for each in made)]
+    c, compressors = s.config, _compressors(s.config, ratio)
+    widths = [c.q_lora_rank, c.head_dim, *(compressor.width for compressor in compressors)]
     qr, kv, *scores = s.randn(s.tokens, sum(widths), part=8, dtype=torch.float32).split(widths, dim=1)
     weights = s.randn(c.q_lora_rank, part=9), s.randn(c.head_dim, part=10)
     pages = layout.cdiv(s.tokens, layout.WINDOW_BLOCK)
@@ -49,11 +49,11 @@ def build(s: StepInputs, ratio: int) -> Args:
     window = layout.allocate_cache(CACHE, pages, layout.WINDOW_BLOCK, device=s.device)
     where = s.positions(), s.rope(), s.owners(), c.rms_norm_eps, CACHE
     args: Args = (qr, kv, *weights, *where, window, slots, layout.WINDOW_BLOCK)
-    for each, kv_score in zip(made, scores, strict=True):
-        _, ape, *_ = each.save(s)
-        state, state_slots, table, _, _, entry_slots, norm, _, cache, *_ = each.compress(s)
+    for compressor, kv_score in zip(compressors, scores, strict=True):
+        _, ape, *_ = compressor.save(s)
+        state, state_slots, table, _, _, entry_slots, norm, _, cache, *_ = compressor.compress(s)
         args += (kv_score, ape, norm, state, state_slots, table, cache, entry_slots)
-        args += (ratio,) if each is made[0] else (KEYS,)
+        args += (ratio,) if compressor is compressors[0] else (KEYS,)
     return args
 
 
@@ -63,9 +63,10 @@ def cost(s: StepInputs, ratio: int) -> costs.Cost:
     of = {"T": s.tokens, "D": c.head_dim, "Q": c.q_lora_rank, "rope": c.rope_dim, "row": costs.row_bytes(CACHE)}
     moved = costs.of("preprocess_insert", **of).bytes
     moved += s.tokens * (c.q_lora_rank + c.head_dim) * (torch.float32.itemsize - torch.bfloat16.itemsize)
-    for each in _compressors(c, ratio):
-        pooled = each.compress_cost(s).bytes if s.requests > 1 else s.tokens // ratio * costs.row_bytes(each.fmt)
-        moved += each.save_cost(s).bytes + pooled
+    for compressor in _compressors(c, ratio):
+        entries = s.tokens // ratio
+        pooled = compressor.compress_cost(s).bytes if s.requests > 1 else entries * costs.row_bytes(compressor.fmt)
+        moved += compressor.save_cost(s).bytes + pooled
     return costs.Cost(moved, 0)
 
 
@@ -76,17 +77,17 @@ def separately(ops: Callable[[str], Callable[..., Any]], *args: Any) -> Tensor:
     qr, kv = ops("fused_q_kv_rmsnorm")(*rounded, call.q_weight, call.kv_weight, call.eps)
     window = call.window_cache, call.window_slot_mapping, call.positions, call.cos_sin_cache, call.window_block_size
     ops("kv_rope_insert")(kv, *window, call.cache_format)
-    for of_indexer, each in enumerate(call.compressors()):
-        if each is not None:
-            compress = compress_arguments(call, each, bool(of_indexer))
-            states = each.state_cache, each.state_slot_mapping, call.positions, compress.state_block_size
-            ops("save_partial_states")(each.kv_score, each.ape, *states)
+    for of_indexer, compressor in enumerate(call.compressors()):
+        if compressor is not None:
+            compress = compress_arguments(call, compressor, bool(of_indexer))
+            states = compressor.state_cache, compressor.state_slot_mapping, call.positions, compress.state_block_size
+            ops("save_partial_states")(compressor.kv_score, compressor.ape, *states)
             ops("compress_norm_rope_insert")(*compress)
     return qr
 
 
 def differs(got: list[Tensor], want: list[Tensor]) -> str:
-    """Return `gate.disagreement`, but let a few bytes of caches differ: sums in another order may round otherwise."""
+    """Return `gate.disagreement`, but let a few bytes of caches differ: the order of sums may change rounding."""
     floats = [i for i, x in enumerate(want) if x.dtype is not torch.uint8]
     if wrong := gate.disagreement([got[i] for i in floats], [want[i] for i in floats]):
         return wrong

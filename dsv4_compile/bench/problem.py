@@ -53,8 +53,8 @@ class Problem:
         per_kernel: whether to record the time of each kernel of a call too.
         details: facts about an implementation that was timed on a GPU, found by further calls; replaces the count of
             launches. Keys may be added until the scenario is over.
-        arrange: makes the arguments of an implementation from the op's, by name, for those that want weights in another
-            form; neither compared nor timed.
+        arrange: makes the arguments of an implementation from the op's, by name, for those that want weights in a
+            different form; neither compared nor timed.
         uncaptured: implementations that wait for the device, which no graph can hold: consecutive calls are timed.
         differs_of: replaces `differs` for implementations that round more than the reference, by name.
     """
@@ -119,7 +119,7 @@ def implementations(op: str, typical: Callable[[], Args], tokens: Sequence[int])
     Args:
         typical: builds arguments of a middle size. Code is compiled for these with a dynamic token dim and serves every
             size; torch compiles once more for one token.
-        tokens: positions of the arguments whose first dim is tokens.
+        tokens: positions of the arguments with tokens as first dim.
     """
 
     def through_op(*args: Any) -> Any:
@@ -150,21 +150,21 @@ def deepseek_v4() -> Any:
 
 
 def status_of(fault: Exception) -> tuple[str, str]:
-    """Return status and note of a row whose implementation raised `fault`.
+    """Return status and note of a row after its implementation raised `fault`.
 
     "unavailable" is for a missing library, compiler or GPU, and for a call that is unsupported; anything else is
     "failed", with the type of the exception.
     """
     chain: list[BaseException] = []
-    each: BaseException | None = fault
-    while each is not None and each not in chain:
-        chain.append(each)
+    cause: BaseException | None = fault
+    while cause is not None and cause not in chain:
+        chain.append(cause)
         # torch.compile wraps what a backend raises.
-        each = getattr(each, "inner_exception", None) or each.__cause__
-    for each in chain:
-        ours = isinstance(each, DSV4Error) and each.code == "E302"
-        if ours or isinstance(each, (Unavailable, ImportError, NotImplementedError)) or _no_compiler(each):
-            return "unavailable", _reason(each)
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    for cause in chain:
+        ours = isinstance(cause, DSV4Error) and cause.code == "E302"
+        if ours or isinstance(cause, (Unavailable, ImportError, NotImplementedError)) or _no_compiler(cause):
+            return "unavailable", _reason(cause)
     return "failed", f"{type(fault).__name__}: {_reason(fault)}"
 
 

@@ -30,7 +30,7 @@ from .table import render, subject
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 FINGERPRINTS = Path(__file__).resolve().parents[1] / "selection" / "fingerprints.json"
-"""Hashes of the machine code of each op, `{target: {op: hash}}`, beside the versions that compiled it."""
+"""Hashes of the machine code of each op, `{target: {op: hash}}`, with the versions that compiled it."""
 COMMIT = "DSV4_COMMIT"
 """Environment variable that names the commit of a copy of the code without its git folder."""
 _OF_A_RUN = ("date", "command", "commit", "copy_gb_s", "fingerprints", "rows")
@@ -81,26 +81,26 @@ def fingerprints(ops: Iterable[str], architecture: str) -> dict[str, str]:
         table = json.loads(FINGERPRINTS.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    own = table.get(architecture.split()[-1], {})
+    hashes_by_op = table.get(architecture.split()[-1], {})
     wanted, known = set(ops), {op for hashes in table.values() if isinstance(hashes, dict) for op in hashes}
-    return {op: own[op] for op in sorted(known if wanted - known else wanted) if op in own}
+    return {op: hashes_by_op[op] for op in sorted(known if wanted - known else wanted) if op in hashes_by_op}
 
 
 def merge(records: Sequence[Record]) -> Record:
     """Return one record of several runs: all commands and rows, the last date and the median of the copy rates.
 
-    Each row keeps the date and commit of its own run. A row replaces an earlier one of the same op, sizes and
+    Each row keeps the date and commit of its run. A row replaces an earlier one of the same op, sizes and
     implementation. E201 unless the records are of one scenario, machine, set of versions and, where they name
     fingerprints, machine code.
     """
     check(bool(records), "E201", got="no record", rule="at least one record is merged")
     shared = [{key: record[key] for key in record if key not in _OF_A_RUN} for record in records]
-    strange = next((each for each in shared if each != shared[0]), shared[0])
+    strange = next((settings for settings in shared if settings != shared[0]), shared[0])
     differing = sorted(key for key in shared[0] | strange if strange.get(key) != shared[0].get(key))
     prints: dict[str, str] = {}
     for record in records:
-        for op, own in record.get("fingerprints", {}).items():
-            if prints.setdefault(op, own) != own:
+        for op, fingerprint in record.get("fingerprints", {}).items():
+            if prints.setdefault(op, fingerprint) != fingerprint:
                 differing.append(f"machine code of {op}")
     rule = "records that are merged are of one scenario, machine, set of versions and machine code"
     fix = "merge runs of one machine and commit, or measure all rows again"
@@ -169,10 +169,10 @@ def _driver(device: torch.device) -> str:
     if tool is None:
         return f"unknown, CUDA {torch.version.cuda}"
     query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    found = subprocess.run(
+    lines = subprocess.run(
         query, capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=False
     ).stdout.split()
-    return f"{found[0] if found else 'unknown'}, CUDA {torch.version.cuda}"
+    return f"{lines[0] if lines else 'unknown'}, CUDA {torch.version.cuda}"
 
 
 def _output(command: Sequence[str]) -> str:

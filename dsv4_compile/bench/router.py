@@ -1,7 +1,7 @@
 """Scenario `router`: `moe_route` of V4-Flash and V4-Pro, by bias and by hash.
 
-Random data. The gate is colder than its input: with cold times, every call reads another one. `transformers` is the
-code of that library, whose logits are rounded to the dtype of the gate.
+Random data. The gate is colder than its input: with cold times, every call reads a new one. `transformers` is the code
+of that library, with logits rounded to the dtype of the gate.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TYPICAL_TOKENS = 128
 COLUMNS = ("model", "routing", "gate", "tokens", "impl")
 VOCAB = 129280
 DISTINCT = 1e-4
-"""Share of a score by which keys of the choice must differ for every implementation to choose alike."""
+"""Least difference, relative to a score, of the keys of the choice for every implementation to choose alike."""
 
 TRANSFORMERS = "transformers"
 OTHERS, ROUNDED = 0.15, 2.0**-6
-"""Share of tokens whose experts may be others where logits are rounded to bfloat16, and relative error of a weight."""
+"""Share of tokens that may get other experts where logits are rounded to bfloat16, and relative error of a weight."""
 
 
 class Router(NamedTuple):

@@ -39,13 +39,13 @@ SCENARIOS = {
     "sparse_mla_decode": "attention over a window and selected entries",
     "sparse_mla_prefill": "attention of prompts over a flat workspace",
 }
-"""Scenarios and what they measure. Each is a module of this package of that name, or those in `PARTS`."""
+"""Scenarios with descriptions. Each is a module of this package of that name, or those in `PARTS`."""
 
 PARTS = {"attention": ("sparse_mla_decode", "sparse_mla_prefill"), "preprocess": ("preprocess", "chain")}
 """Modules of a scenario that has several. A limit on a column skips those without that column."""
 
 TUNED = ("preprocess", "indexer")
-"""Scenarios that together have every op of which `dsv4.impl=auto` may choose IR or a kernel."""
+"""Scenarios that together have every op that `dsv4.impl=auto` may choose IR or a kernel for."""
 
 FAULTS = ("wrong", "failed")
 """Statuses of rows that make a run exit with 1."""
@@ -96,8 +96,8 @@ def run(
         return machines[0]
 
     with torch.no_grad(), progress.stage(f"bench {scenario}") as work:
-        found = (module.problems(device, only) for module in modules or modules_of(scenario, only))
-        for problem in itertools.chain.from_iterable(found):
+        problems = (module.problems(device, only) for module in modules or modules_of(scenario, only))
+        for problem in itertools.chain.from_iterable(problems):
             sizes = ", ".join(f"{name} {value}" for name, value in problem.params.items())
             work.note(f"{problem.op}, {sizes}")
             lost = False
@@ -136,7 +136,7 @@ def limits(texts: Iterable[str]) -> dict[str, set[str]]:
     """Return the `Only` that texts of the form "COLUMN=A,B" describe; values of one column add up.
 
     Raises:
-        ValueError: a text has another form; the message is for the user.
+        ValueError: a text has a different form; the message is for the user.
     """
     only: dict[str, set[str]] = {}
     for text in texts:
@@ -149,8 +149,8 @@ def limits(texts: Iterable[str]) -> dict[str, set[str]]:
 
 def modules_of(scenario: str, only: Only = MappingProxyType({})) -> list[Any]:
     """Return the modules of one of `SCENARIOS` that have all limited columns."""
-    found = [importlib.import_module(f"{__package__}.{name}") for name in PARTS.get(scenario, (scenario,))]
-    return [module for module in found if set(only) <= set(module.COLUMNS)]
+    modules = [importlib.import_module(f"{__package__}.{name}") for name in PARTS.get(scenario, (scenario,))]
+    return [module for module in modules if set(only) <= set(module.COLUMNS)]
 
 
 def rows_of(
@@ -165,14 +165,14 @@ def rows_of(
         return
     cold = timing.cold_sets(problem.cost.bytes, device) if problem.cold and problem.time_cold is None else 0
     sets = [problem.make(i) for i in range(max(1, cold))]
-    found = []
+    prepared = []
     for row, call in _compared(problem, only):
         if row["status"] == "failed" and _is_lost(device):
             # All others would fail for the same reason, the earlier ones when they are timed.
             yield row
             return
-        found.append((row, call))
-    for row, call in found:
+        prepared.append((row, call))
+    for row, call in prepared:
         if call is None:
             yield row
             continue
@@ -187,9 +187,9 @@ def rows_of(
 
 def _compared(problem: Problem, only: Only) -> Iterator[tuple[dict[str, Any], Callable[..., Any] | None]]:
     """Yield the row of each wanted implementation, and its call if its results agree with the reference's."""
-    made = problem.make(0)
-    elements = next(value.numel() for value in made if isinstance(value, torch.Tensor))
-    want = gate.outputs(problem.reference, made, problem.written)
+    arguments = problem.make(0)
+    elements = next(value.numel() for value in arguments if isinstance(value, torch.Tensor))
+    want = gate.outputs(problem.reference, arguments, problem.written)
     for name, prepare in problem.implementations.items():
         if not keep(only, impl=name):
             continue
@@ -218,7 +218,7 @@ def _timed(
     cold_us = result.cold_us if flushed is None else flushed.us
     once = partial(call, *sets[0])
     details = problem.details(once) if problem.details is not None and device.type == "cuda" else None
-    # An implementation that captures graphs holds memory of its own, and its details count launches.
+    # An implementation that captures graphs holds additional memory, and its details count launches.
     memory = timing.memory(once, device) if details is None else None
     launches = None if details is not None else timing.launches(once, device)
     kernels = _kernels(once) if problem.per_kernel and device.type == "cuda" else {}
@@ -237,10 +237,10 @@ def _timed(
 
 def _kernels(call: Callable[[], Any]) -> dict[str, float]:
     """Return the warm time of each kernel of a call in microseconds, launch overhead excluded."""
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for node in nodes.nodes(call):
-        found[node.name] = round(found.get(node.name, 0.0) + node.us, 3)
-    return found
+        times[node.name] = round(times.get(node.name, 0.0) + node.us, 3)
+    return times
 
 
 def _is_lost(device: torch.device) -> bool:

@@ -47,14 +47,14 @@ def quantise(model: Any) -> None:
         name = path.rpartition(".")[2]
         compressor = ".compressor." in path and not path.endswith("indexer.q_b_proj")
         if path.endswith(".mlp.experts"):
-            made: Any = FP8Experts(model.config, **options | experts)
+            replacement: Any = FP8Experts(model.config, **options | experts)
         elif name not in QUANTISED or compressor:
             continue
         elif hasattr(module, "n_groups"):
-            made = FP8GroupedLinear(module.in_features, module.out_features, module.n_groups, **options)
+            replacement = FP8GroupedLinear(module.in_features, module.out_features, module.n_groups, **options)
         else:
-            made = FP8Linear(module.in_features, module.out_features, **options)
-        model.set_submodule(path, made)
+            replacement = FP8Linear(module.in_features, module.out_features, **options)
+        model.set_submodule(path, replacement)
 
 
 def fill(name: str, tensor: torch.Tensor, generator: torch.Generator, columns: int) -> None:
@@ -72,8 +72,8 @@ def fill(name: str, tensor: torch.Tensor, generator: torch.Generator, columns: i
             values = torch.empty(rows.shape, dtype=torch.bfloat16, device=tensor.device)
             rows.copy_(values.normal_(0, 2, generator=generator))
     else:
-        for each in tensor.unbind() if tensor.dim() > 2 else [tensor]:
-            each.normal_(0, columns**-0.5, generator=generator)
+        for matrix in tensor.unbind() if tensor.dim() > 2 else [tensor]:
+            matrix.normal_(0, columns**-0.5, generator=generator)
 
 
 def split_model(config: Any, weights: str, mesh: Any, layout: str, device: torch.device) -> Any:
@@ -82,7 +82,7 @@ def split_model(config: Any, weights: str, mesh: Any, layout: str, device: torch
         model: Any = DeepseekV4ForCausalLM(config)
         if weights == "official":
             quantise(model)
-    whole = {name: parameter.shape for name, parameter in model.named_parameters()}
+    full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     keep_part(model, Ranks.of(mesh), layout)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         path, _, leaf = name.rpartition(".")
@@ -90,17 +90,17 @@ def split_model(config: Any, weights: str, mesh: Any, layout: str, device: torch
         dtype = tensor.dtype
         if dtype is torch.float32 and not kept_in_float32(model, name) and not name.endswith("_scale_inv"):
             dtype = torch.bfloat16
-        made = torch.empty(tensor.shape, dtype=dtype, device=device)
-        seed = zlib.crc32(name.encode()) + (0 if tensor.shape == whole.get(name) else mesh.get_rank())
+        filled = torch.empty(tensor.shape, dtype=dtype, device=device)
+        seed = zlib.crc32(name.encode()) + (0 if tensor.shape == full_shapes.get(name) else mesh.get_rank())
         generator = torch.Generator(device).manual_seed(seed)
         if name.endswith("norm.weight"):
-            made.fill_(1)
+            filled.fill_(1)
         elif name.endswith("tid2eid"):
             scores = torch.rand(tensor.shape[0], config.n_routed_experts, generator=generator, device=device)
-            made.copy_(scores.argsort(dim=1)[:, : tensor.shape[1]])
+            filled.copy_(scores.argsort(dim=1)[:, : tensor.shape[1]])
         else:
-            fill(name, made, generator, config.hidden_size)
-        setattr(module, leaf, torch.nn.Parameter(made, requires_grad=False) if leaf in module._parameters else made)
+            fill(name, filled, generator, config.hidden_size)
+        setattr(module, leaf, torch.nn.Parameter(filled, requires_grad=False) if leaf in module._parameters else filled)
     for path, module in list(model.named_modules()):
         if type(module) is DeepseekV4RotaryEmbedding:
             model.set_submodule(path, DeepseekV4RotaryEmbedding(config).to(device))
@@ -123,10 +123,10 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def step_figures(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Return times of a captured decode step, whose result has logits, in ms, and on a GPU its kernels and launches.
+    """Return times of a captured decode step with logits as result, in ms, and on a GPU its kernels and launches.
 
-    "step_ms" is that of consecutive calls, "host_ms" the host's part of it, "read_ms" that of calls whose token the
-    host reads.
+    "step_ms" is that of consecutive calls, "host_ms" the host's part of it, "read_ms" that of calls with a token that
+    the host reads.
     """
     host: list[float] = []
 
@@ -143,29 +143,29 @@ def step_figures(step: Callable[[], Any], device: torch.device) -> dict[str, Any
     def ms(all_of_them: Callable[[], None]) -> float:
         return round(statistics.median(seconds(all_of_them, device) for _ in range(3)) / STEPS * 1e3, 3)
 
-    found: dict[str, Any] = {"step_ms": ms(consecutive)}
-    found |= {"host_ms": round(statistics.median(host) / STEPS * 1e3, 3), "read_ms": ms(read)}
+    figures: dict[str, Any] = {"step_ms": ms(consecutive)}
+    figures |= {"host_ms": round(statistics.median(host) / STEPS * 1e3, 3), "read_ms": ms(read)}
     if device.type != "cuda":
-        return found
-    # Beside weights that fill the GPU, an allocation may have to free others first, and waits for the GPU.
-    found["free_gb"] = round(torch.cuda.mem_get_info()[0] / 1e9, 2)
-    found["allocations_again"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        return figures
+    # If weights fill the GPU, an allocation may have to free others first, and waits for the GPU.
+    figures["free_gb"] = round(torch.cuda.mem_get_info()[0] / 1e9, 2)
+    figures["allocations_again"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     kernels = nodes(step)
     collective = [node for node in kernels if any(word in node.name for word in COLLECTIVES)]
-    found |= {"nodes": len(kernels), "kernels_ms": round(sum(node.us for node in kernels) / 1e3, 3)}
-    found |= {"kernels": by_name(kernels), "collectives": len(collective)}
-    found["collectives_ms"] = round(sum(node.us for node in collective) / 1e3, 3)
-    return found | launches_of_host(step)
+    figures |= {"nodes": len(kernels), "kernels_ms": round(sum(node.us for node in kernels) / 1e3, 3)}
+    figures |= {"kernels": by_name(kernels), "collectives": len(collective)}
+    figures["collectives_ms"] = round(sum(node.us for node in collective) / 1e3, 3)
+    return figures | launches_of_host(step)
 
 
 def weights_read(config: Any, batch: int, nbytes: dict[str, int]) -> float:
-    """Return the GB of weights that a rank reads in a step of `batch` tokens whose routing is uniform.
+    """Return the GB of weights that a rank reads in a step of `batch` tokens with uniform routing.
 
     Args:
         config: the model's configuration.
         nbytes: bytes of this rank's parameters by name.
     """
     experts = sum(size for name, size in nbytes.items() if ".mlp.experts." in name)
-    rows = nbytes["model.embed_tokens.weight"]  # of which one a token is read
+    rows = nbytes["model.embed_tokens.weight"]  # one row is read per token
     touched = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** batch
     return round((sum(nbytes.values()) - experts - rows + experts * touched) / 1e9, 2)

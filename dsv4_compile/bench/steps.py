@@ -1,6 +1,6 @@
 """Random inputs of a step, and arguments and costs of its compressors, for the scenarios around the indexer.
 
-Up to `MOST_REQUESTS` tokens are a decode step of one token a request, each of which closes a group, the worst case.
+Up to `MOST_REQUESTS` tokens are a decode step of one token a request; each token closes a group, the worst case.
 More tokens are the last chunk of one prompt.
 """
 
@@ -48,8 +48,8 @@ class StepInputs:
 
     def positions(self) -> Tensor:
         """Return int64 `[T]`: the last positions of the context, of one request or of each."""
-        each = self.tokens // self.requests
-        return self.context - each + torch.arange(self.tokens, device=self.device) % each
+        query_len = self.tokens // self.requests
+        return self.context - query_len + torch.arange(self.tokens, device=self.device) % query_len
 
     def owners(self) -> Tensor:
         """Return the request of each token, int32 `[T]`."""

@@ -34,11 +34,11 @@ def subject(row: Row) -> tuple[tuple[str, str], ...]:
 
 def groups(rows: list[Row]) -> Iterable[tuple[str, list[Row]]]:
     """Return rows by op and all sizes except `tokens`, in order of appearance."""
-    found: dict[str, list[Row]] = {}
+    rows_by_group: dict[str, list[Row]] = {}
     for row in rows:
         sizes = [f"{name} {value}" for name, value in row.items() if name not in _NOT_PARAMS and name != AXIS]
-        found.setdefault(", ".join([row["op"], *sizes]), []).append(row)
-    return found.items()
+        rows_by_group.setdefault(", ".join([row["op"], *sizes]), []).append(row)
+    return rows_by_group.items()
 
 
 def _block(title: str, rows: list[Row]) -> str:
@@ -84,12 +84,12 @@ def _details(rows: list[Row]) -> list[str]:
         if numbers := [f"{name} {value}" for name, value in facts.items() if isinstance(value, (int, float))]:
             lines.append(f"  {row['impl']}, {row[AXIS]}: {', '.join(numbers)}")
         if stages := facts.get("stages"):
-            each = (f"{name} {stage['us']:.1f} ({stage['floor_us']:.1f})" for name, stage in stages.items())
-            lines.append(f"    us (floor): {', '.join(each)}")
+            texts = (f"{name} {stage['us']:.1f} ({stage['floor_us']:.1f})" for name, stage in stages.items())
+            lines.append(f"    us (floor): {', '.join(texts)}")
         # Implementations of many kernels are not broken down.
         if 1 < len(kernels := row.get("kernels_us", {})) <= _FEW_KERNELS:
-            each = (f"{name} {us:.2f}" for name, us in kernels.items())
-            lines.append(f"  {row['impl']}, {row[AXIS]}: us, warm, of {', '.join(each)}")
+            texts = (f"{name} {us:.2f}" for name, us in kernels.items())
+            lines.append(f"  {row['impl']}, {row[AXIS]}: us, warm, of {', '.join(texts)}")
     return lines
 
 
@@ -121,10 +121,10 @@ def _range(counts: Iterable[int | None]) -> str:
 
 def _memory(rows: Iterable[Row]) -> str:
     """Return the most temporary memory of a call as a multiple of its results, or, without results, in MiB."""
-    found = [(row["temporary_bytes"], row["result_bytes"]) for row in rows]
-    ratios = [extra / result for extra, result in found if result]
-    alone = max((extra for extra, result in found if not result), default=0)
-    return f"{max(ratios):.2f}x" if ratios else f"{alone / 2**20:.1f} MiB" if alone else "none" if found else ""
+    sizes = [(row["temporary_bytes"], row["result_bytes"]) for row in rows]
+    ratios = [extra / result for extra, result in sizes if result]
+    alone = max((extra for extra, result in sizes if not result), default=0)
+    return f"{max(ratios):.2f}x" if ratios else f"{alone / 2**20:.1f} MiB" if alone else "none" if sizes else ""
 
 
 def align(lines: Sequence[Sequence[str]]) -> list[str]:

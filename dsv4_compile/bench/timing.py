@@ -69,7 +69,7 @@ class ColdTimer:
     """Times the parts of a captured step, each after a flush of the L2 cache that cannot overlap it.
 
     Call `begin(i)` before part i of the step and `end(i)` after it. `begin` reads `FLUSH_BYTES` of memory that the step
-    does not use, then records an event; `end` records another. In a CUDA graph both become event-record nodes
+    does not use, then records an event; `end` records a second one. In a CUDA graph both become event-record nodes
     (`torch.cuda.Event(external=True)`). An edge to or from such a node is a full dependency, since programmatic
     dependent launch needs two kernel nodes: the first kernel of a part, weight prefetch included, starts after the
     flush has ended, and the flush of the next part starts after the last kernel of this one. Nothing is subtracted.
@@ -233,9 +233,9 @@ def memory(call: Call, device: torch.device) -> tuple[int, int] | None:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = call()
-    kept, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    after, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     del result
-    return kept - before, most - kept
+    return after - before, most - after
 
 
 def copy_rate(device: torch.device) -> float:
@@ -258,12 +258,12 @@ def _graph_us(calls: Sequence[Call], keep: bool = False) -> float:
         for call in {id(call): call for call in calls[:2]}.values():
             call()
     torch.cuda.current_stream().wait_stream(side)
-    graph, kept = torch.cuda.CUDAGraph(), []
+    graph, results = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
         for call in calls:
             result = call()
             if keep:
-                kept.append(result)
+                results.append(result)
     return _settled_median(partial(replay_us, graph)) / len(calls)
 
 

@@ -62,8 +62,8 @@ def explain_replay(
             the times of this CPU.
 
     Raises:
-        DSV4Error: E201 for an object that cannot be called, E420 without a GPU or its driver, E422 or E423 for a call that cannot
-            be captured.
+        DSV4Error: E201 for an object that cannot be called, E420 without a GPU or its driver, E422 or E423 for a call
+            that cannot be captured.
     """
     check(
         isinstance(model_or_runner, DecodeRunner) or callable(model_or_runner),

@@ -35,7 +35,7 @@ class Connection(nn.Module):
         self.constants = float(hf.rms_norm_eps), float(hf.hc_eps), int(hf.hc_sinkhorn_iters)
 
     def forward(self, streams: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the streams `[T, N, D]` with the pending output added, the normed input `[T, D]`, its post and comb."""
+        """Return the streams `[T, N, D]` plus the pending output, the normed input `[T, D]`, its post and comb."""
         mix = self.fn, self.base, self.scale, self.norm, *self.constants
         if pending is None:
             return streams, *_ops.mhc_pre(streams, *mix)
