@@ -12,7 +12,7 @@ from dsv4_compile.selection import proven
 
 def pytest_configure() -> None:
     """Torch finds the backend by the entry point of an installed package."""
-    if not any(found.name == "dsv4" for found in entry_points(group="torch_dynamo_backends")):
+    if not any(entry_point.name == "dsv4" for entry_point in entry_points(group="torch_dynamo_backends")):
         from torch._dynamo import register_backend
 
         from dsv4_compile.backend import dsv4

@@ -42,22 +42,22 @@ class Call:
         self.name = ranks.name
 
     def fused(self) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = ops.dsv4_collectives.all_reduce_mhc_boundary(
+        results: tuple[Tensor, ...] = ops.dsv4_collectives.all_reduce_mhc_boundary(
             self.streams, self.part, *self.rest, self.name
         )
-        return found
+        return results
 
     def apart(self) -> tuple[Tensor, ...]:
         total = ops.dsv4_collectives.all_reduce(self.part, self.name)
-        found: tuple[Tensor, ...] = ops.dsv4.mhc_boundary(self.streams, total, *self.rest)
-        return found
+        results: tuple[Tensor, ...] = ops.dsv4.mhc_boundary(self.streams, total, *self.rest)
+        return results
 
 
 def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...], ranks: Ranks) -> bool:
     """Return whether results are equal, and the same bits on all ranks."""
-    digests = [float(each.double().sum()) for each in got]
+    digests = [float(result.double().sum()) for result in got]
     everywhere = gather_objects(digests, ranks)
-    return all(map(torch.equal, got, want)) and all(each == everywhere[0] for each in everywhere)
+    return all(map(torch.equal, got, want)) and all(digest == everywhere[0] for digest in everywhere)
 
 
 def calls_in_turn(ranks: Ranks) -> str:

@@ -1,4 +1,4 @@
-"""Caches larger than an int32 counts bytes, whose pages in use all lie behind those."""
+"""Caches with all pages in use behind the first 2^31 bytes."""
 
 from __future__ import annotations
 

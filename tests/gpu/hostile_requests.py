@@ -1,9 +1,9 @@
 """Send hostile requests to a captured running batch on a GPU: `python tests/gpu/hostile_requests.py`, a minute.
 
 Temperatures that float32 cannot divide by, prompts of NaN and infinity, odd top-k and top-p, and cancelled requests run
-between good ones. Good ones, whose tokens stay when logits move by more than GEMMs of other sizes round, get the tokens
-that they get alone in the same captured batch. The steps are captured graphs of the compiled model. Prints a line for
-each check, and exits with 1 if one fails; a device assertion would end the process.
+between good ones. Good ones keep their tokens when logits move by more than GEMMs of other sizes round; they get the
+tokens that they get alone in the same captured batch. The steps are captured graphs of the compiled model. Prints a
+line for each check, and exits with 1 if one fails; a device assertion would end the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dsv4_compile.hf.tiny import quiet_libraries
 from tests.hf.serving import BAD_TOKEN, HUGE_TOKEN, damaged, good
 
 MOVED = 5e-3
-"""Distance by which logits move: above what float32 sums, TF32 excluded, of other sizes differ by."""
+"""Distance that logits are moved: more than float32 sums of other sizes differ, TF32 excluded."""
 REQUESTS = 120
 HOSTILE: list[dict[str, Any]] = [
     *({"temperature": t} for t in (1e-45, 1e-39, 1e-38, 1e-30, 1e30, 1.7e308)),
@@ -41,7 +41,7 @@ def is_robust(model: Any, ids: list[int], tokens: list[int], options: dict[str, 
     sampling = RequestSampling(**{name: value for name, value in options.items() if name != "max_new_tokens"})
     numbers = torch.tensor([sampling.draw() for _ in tokens], dtype=torch.float64, device="cuda")
     moved = (logits + MOVED * torch.randn_like(logits) for _ in range(8))
-    return all(choose_tokens(each, numbers).tolist() == tokens for each in moved)
+    return all(choose_tokens(moved_logits, numbers).tolist() == tokens for moved_logits in moved)
 
 
 def check_choices() -> bool:

@@ -65,12 +65,12 @@ def generate(args: argparse.Namespace) -> None:
 
     torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
     ids = torch.randint(1, 8192, (1, 20), generator=torch.Generator().manual_seed(0)).to(device)
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=100)
-    print(f"rank {rank} has generated {found.shape[1] - 20} tokens with {launched} replays", flush=True)
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=100)
+    print(f"rank {rank} has generated {tokens.shape[1] - 20} tokens with {launched} replays", flush=True)
 
 
 def ranks(args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Start both ranks, whose output goes into files of `folder`."""
+    """Start both ranks, with their output in files of `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -95,8 +95,10 @@ def check(args: argparse.Namespace, folder: Path) -> str:
     begin = time.time()
     try:
         while not (went.exists() and went.read_text()):
-            if any(each.poll() is not None for each in both) or time.time() - begin > START:
-                return f"no rank went: statuses {[each.poll() for each in both]} after {time.time() - begin:.0f} s"
+            if any(process.poll() is not None for process in both) or time.time() - begin > START:
+                return (
+                    f"no rank went: statuses {[process.poll() for process in both]} after {time.time() - begin:.0f} s"
+                )
             time.sleep(0.02)
         at = float(went.read_text())
         print(f"rank {args.rank} went ({args.how}) {at - begin:.1f} s after the start", flush=True)
@@ -109,13 +111,13 @@ def check(args: argparse.Namespace, folder: Path) -> str:
         print(f"the other rank's status, None if it hangs at its exit: {other.poll()}", flush=True)
         text = (folder / str(1 - args.rank)).read_text(errors="replace")
         print(text[text.find("[E706]") :] if "[E706]" in text else "no E706", flush=True)
-        missing = [each for each in ("[E706]", f"rank {args.rank} (process {other.pid} on ") if each not in text]
+        missing = [word for word in ("[E706]", f"rank {args.rank} (process {other.pid} on ") if word not in text]
         wrong = survivor.returncode != STATUS
         return f"status {survivor.returncode}, text without {missing}" if missing or wrong else ""
     finally:
-        for each in both:
-            each.kill()
-            each.wait()
+        for process in both:
+            process.kill()
+            process.wait()
 
 
 def main() -> int:

@@ -6,10 +6,10 @@ With names of files, only their rows are, and a file that the budget leaves out 
 its fingerprint in the committed table; a kernel that the table lacks is not recorded.
 
 Where one call must not take as long as all files do, `--part 1/2` and `--part 2/2` are two halves of them, about as
-long as each other; the record keeps the rows of the other half. A second call in another copy of the repository needs
-the record of the first, $OUT/prove/proven.json, as its dsv4_compile/selection/proven.json.
+long as each other; the record keeps the rows of the other half. A second call in a different copy of the repository
+needs the record of the first, $OUT/prove/proven.json, as its dsv4_compile/selection/proven.json.
 
-Each file has a process of its own, the longest have several, and a time limit: a kernel that hangs or faults takes
+Each file has a separate process, the longest have several, and a time limit: a kernel that hangs or faults takes
 nothing else with it. Many run at once, on all GPUs that CUDA_VISIBLE_DEVICES leaves. What decoding needs comes first.
 The record is complete after every file, so that a run may be cut short; logs, a table and a copy of the record are in
 $OUT/prove (default: build/prove).
@@ -89,7 +89,7 @@ PARTS = {
 THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For each process, unless the environment says otherwise: together they have work for all cores."""
 SHARED_TESTS = {"global_topk_ragged": "ragged_from_dense", "indexer_logits_topk_ragged": "indexer_logits_ragged"}
-"""Ops that are tested in the file of another op."""
+"""Ops that are tested in the file of a different op."""
 POLL = 0.05
 SPENT = "the budget was spent"
 VERDICTS = ("passed", "not run", "HUNG", "FAILED")
@@ -170,7 +170,7 @@ def share(paths: Sequence[Path], which: str) -> list[Path]:
     shares: list[list[Path]] = [[] for _ in range(of)]
     weight = {path: PARTS.get(path.stem.removeprefix("test_"), 1) for path in paths}
     for path in sorted(by_value(paths), key=lambda path: -weight[path]):
-        min(shares, key=lambda own: sum(weight[each] for each in own)).append(path)
+        min(shares, key=lambda own: sum(weight[path] for path in own)).append(path)
     return shares[index - 1]
 
 
@@ -184,7 +184,7 @@ class Limits(NamedTuple):
 
 
 def parts_of(paths: Sequence[Path], parts: Mapping[str, int] = PARTS) -> list[Part]:
-    """What has a process of its own, in the order of the files."""
+    """Return the parts that run in separate processes, in the order of the files."""
     counts = [(path, parts.get(path.stem.removeprefix("test_"), 1)) for path in paths]
     return [Part(path, index, of) for path, of in counts for index in range(of)]
 
@@ -194,7 +194,8 @@ def run_files(
 ) -> Iterator[Outcome]:
     """Test the files in their order, each part on the GPU that has the fewest, and say how each file ended when it has.
 
-    What exceeds its limit is killed, and what finds no memory beside others runs again alone. A spent budget ends all.
+    A part that exceeds its limit is killed; one that runs out of memory next to others runs again alone. A spent budget
+    ends all.
     """
     waiting, running, alone = parts_of(paths, parts), list[Running](), set[Part]()
     end = time.monotonic() + limits.budget
@@ -251,7 +252,7 @@ def _overdue(one: Running, now: float, limits: Limits) -> str:
 def _start(part: Part, logs: Path, limits: Limits, gpu: str) -> Running:
     log = logs / f"{part.name}.log"
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
-    # The Python stack of a test that takes half of what it may goes to the log, and counts as a sign of life.
+    # The Python stack of a test that takes half of its time limit goes to the log, and counts as a sign of life.
     command += [f"--maxfail={MOST_FAILURES}", "-o", f"faulthandler_timeout={limits.stall / 2}", str(part.path)]
     if part.of > 1:
         command += ["-p", "tests.gpu.slices", f"--slice={part.index}/{part.of}"]
@@ -264,7 +265,7 @@ def _start(part: Part, logs: Path, limits: Limits, gpu: str) -> Running:
 
 
 def _ended(one: Running, overdue: str) -> Outcome:
-    """The outcome of a part whose process has ended, or must because it is overdue."""
+    """Return the outcome of a part after its process has ended, or must because it is overdue."""
     status, seconds = one.process.poll(), time.monotonic() - one.started
     _kill(one.process)
     text = one.log.read_text(errors="replace")
@@ -296,10 +297,10 @@ def write_record(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def row_of(impl: str, op: str, stamp: Mapping[str, str]) -> dict[str, str] | None:
     """Return the row of an implementation that passed; None for a kernel that the table of fingerprints lacks."""
-    key, found = {"impl": impl, "op": op}, proven.fingerprint(op, stamp["architecture"])
+    key, fingerprint = {"impl": impl, "op": op}, proven.fingerprint(op, stamp["architecture"])
     if impl == "ir":
         return key | dict(stamp)
-    return key | {"fingerprint": found} | dict(stamp) if found else None
+    return key | {"fingerprint": fingerprint} | dict(stamp) if fingerprint else None
 
 
 def prove(
@@ -307,8 +308,8 @@ def prove(
 ) -> list[Outcome]:
     """Run the files, print how each ended, and keep `record`, and its copy in `folder`, up to date.
 
-    Rows of the stamp's architecture go, if they belong to one of the files or to `every` file; then what passes is
-    added, and what was not run comes back.
+    Rows of the stamp's architecture go, if they belong to one of the files or to `every` file; then rows that pass are
+    added, and rows that were not run come back.
     """
     tested = {claim for path in paths for claim in claims(path)}
     rows, old = list[dict[str, Any]](), list[dict[str, Any]]()
@@ -320,9 +321,9 @@ def prove(
     for outcome in run(paths):
         outcomes.append(outcome)
         if outcome.verdict == "passed":
-            found = {claim: row_of(*claim, stamp) for claim in claims(outcome.path)}
-            rows += filter(None, found.values())
-            for _, op in (claim for claim, row in found.items() if row is None):
+            rows_of_claims = {claim: row_of(*claim, stamp) for claim in claims(outcome.path)}
+            rows += filter(None, rows_of_claims.values())
+            for _, op in (claim for claim, row in rows_of_claims.items() if row is None):
                 print(f"not recorded: {op} has no fingerprint; python tests/tools/fingerprint.py {op} --write")
         elif outcome.verdict == "not run":
             rows += [row for row in old if (row["impl"], row["op"]) in claims(outcome.path)]
@@ -371,7 +372,7 @@ def main(argv: list[str] | None = None) -> int:
     if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", options.part) or int.__gt__(*map(int, options.part.split("/"))):
         parser.error(f"--part {options.part}: 1/2 and 2/2 are the halves")
     paths = share([files[stem] for stem in options.stems or files], options.part)
-    whole = not options.stems and options.part == "1/1"
+    every = not options.stems and options.part == "1/1"
     stamp = {
         "architecture": device_architecture(torch.device("cuda")),
         "device": torch.cuda.get_device_name(),
@@ -385,7 +386,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     limits = Limits(options.jobs, options.limit, options.stall, options.budget)
     run = partial(run_files, logs=folder, limits=limits, gpus=gpus)
-    outcomes = prove(by_value(paths), whole, stamp, proven.RECORD, folder, run)
+    outcomes = prove(by_value(paths), every, stamp, proven.RECORD, folder, run)
     print("\n" + table(outcomes), end="")
     unproven = [outcome.path.stem.removeprefix("test_") for outcome in outcomes if outcome.verdict != "passed"]
     passed = [outcome.path for outcome in outcomes if outcome.verdict == "passed"]

@@ -3,14 +3,14 @@
 For each tool, a kernel with a planted fault comes first: a tool that does not find it proves nothing, and the run
 fails. Then the launcher of every op with a kernel is called on the op's samples, decode attention at 8 and at 64 heads
 with everything that can be fused, and products by the kernels for few tokens and for many, one process for all. Every
-tensor is an allocation of its own, so that memcheck knows where each ends. Exits with 1 on a fault, and on a plant that
+tensor is a separate allocation, so that memcheck knows where each ends. Exits with 1 on a fault, and on a plant that
 stays hidden.
 
 What racecheck reports between two warpgroups of a warp-specialised Gluon kernel is counted, and not judged: it does not
-see what orders them. On an H200 it reports every word that one stores and another loads behind a barrier, the arguments
-that Triton itself hands to the partitions among them (13967 pairs of decode attention with 64 heads); of warpgroups.py,
-which is the pattern by itself, it reports nothing, not even where that arrives before it stores and gives wrong sums.
-The simulated kernels of tests/kernels, whose partitions are threads, do fail without their barriers.
+see what orders them. On an H200 it reports every word that one stores and a second one loads behind a barrier, the
+arguments that Triton itself hands to the partitions among them (13967 pairs of decode attention with 64 heads); of
+warpgroups.py, which is the pattern by itself, it reports nothing, not even where that arrives before it stores and
+gives wrong sums. The simulated kernels of tests/kernels, with threads as partitions, do fail without their barriers.
 """
 
 from __future__ import annotations
@@ -186,11 +186,11 @@ def main(arguments: list[str] | None = None) -> int:
         print("compute-sanitizer is not in PATH: it comes with the CUDA toolkit; pass --sanitizer")
         return 1
     ops = options.op or sorted(KERNELS)
-    found = {tool: check(options.sanitizer, tool, ops) for tool in ([options.tool] if options.tool else TOOLS)}
-    for tool, (wrong, unjudged) in found.items():
+    reports = {tool: check(options.sanitizer, tool, ops) for tool in ([options.tool] if options.tool else TOOLS)}
+    for tool, (wrong, unjudged) in reports.items():
         note = f", {unjudged} pairs across warpgroups not judged" if unjudged else ""
         print(f"{tool}: {wrong}" if wrong else f"{tool}: plant found, {len(ops)} ops clean{note}")
-    return 1 if any(wrong for wrong, _ in found.values()) else 0
+    return 1 if any(wrong for wrong, _ in reports.values()) else 0
 
 
 if __name__ == "__main__":

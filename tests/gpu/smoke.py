@@ -107,7 +107,7 @@ def check_ops(names: Sequence[str], device: str) -> list[dict[str, Any]]:
 
 
 def show(row: dict[str, Any]) -> None:
-    """A row of the table, and what failed."""
+    """Print a row of the table and its errors."""
     verdict = "ok" if not row["failed"] else f"{row['failed']} fail"
     print(f"{row['op']:32} {row['impl']:9} {row['samples']:7} {verdict:>8} {row['seconds']:7.2f}", flush=True)
     for error in row["errors"]:
@@ -122,10 +122,10 @@ def check_apart(names: Sequence[str], options: argparse.Namespace) -> list[dict[
         running = {}
         for job in range(options.jobs):
             (out := Path(folder, str(job))).mkdir()
-            own = [word for name in names[job :: options.jobs] for word in ("--op", name)]
-            if own:
+            selected = [word for name in names[job :: options.jobs] for word in ("--op", name)]
+            if selected:
                 quiet = {"env": os.environ | {"OUT": str(out)}, "stdout": subprocess.DEVNULL}
-                running[out] = subprocess.Popen([*command, *own], **quiet)
+                running[out] = subprocess.Popen([*command, *selected], **quiet)
         for out, process in running.items():
             if process.wait() in (0, 1):
                 rows += json.loads((out / "smoke.json").read_text())["ops"]

@@ -3,9 +3,9 @@
 Three layers, one with a window alone, one of ratio 4 and one of ratio 128. In "decodes" requests join and leave
 anywhere in a context, batches grow and shrink, and all that a replay must not read is poisoned before each step;
 outputs and caches are compared bit by bit with the same step at the same padded shape without a graph, by metadata that
-is built anew. "speculated" is the same with three tokens of each request, "mixed" with chunks of prompts beside
+is built anew. "speculated" is the same with three tokens of each request, "mixed" with chunks of prompts next to
 decodes, in a tenth of the steps. In "steady" the layers are compiled by the backend; decode steps and batches of random
-sizes follow each other, and what is compiled, captured or held anew is counted. Writes soak.json to $OUT (default:
+sizes follow each other, and new compilations, captures and bytes are counted. Writes soak.json to $OUT (default:
 here) after each of them, exits with 1 when something changed.
 """
 
@@ -60,11 +60,11 @@ FEWER = {"decodes": 1, "speculated": 10, "mixed": 10}
 SHOWN = 250
 """Steps between two lines of progress."""
 MARGIN = 1 << 20
-"""Bytes by which memory may grow meanwhile: blocks that the allocator cuts otherwise."""
+"""Bytes that memory may grow meanwhile: blocks that the allocator cuts differently."""
 
 
 def full_world(setup: Setup, compiled: bool = False) -> World:
-    """A world whose caches hold random rows, in formats of bytes too; `compiled` layer by layer, by the backend."""
+    """Return a world with random rows in its caches, byte formats too; `compiled` layer by layer, by the backend."""
     world = make_world(setup=setup)
     for caches in (world.caches, world.eager_caches):
         for layer in caches.layers:
@@ -91,7 +91,7 @@ def random_batches(kind: str, seed: int) -> Iterator[tuple[list[int], list[int]]
 
 
 def random_steps(setup: Setup, steps: int, seed: int, compiled: bool = False, kind: str = "decodes") -> dict[str, Any]:
-    """AssertionError where a replay, or a byte of a cache, is not what the same step gives without a graph."""
+    """Raise AssertionError where a replay, or a byte of a cache, differs from the same step without a graph."""
     world = full_world(setup, compiled)
     options = {"decodes": {}, "speculated": {"tokens_each": SPECULATED}, "mixed": {"buckets": (8, CAPACITY)}}
     runner = make_runner(world, **options[kind])
@@ -118,7 +118,7 @@ def random_steps(setup: Setup, steps: int, seed: int, compiled: bool = False, ki
 
 
 def steady(setup: Setup, decodes: int, batches: int, seed: int) -> dict[str, Any]:
-    """What decodes, and batches of which the largest run uncaptured, compile, capture and hold after warm-up."""
+    """Count compilations, captures and bytes after warm-up; the largest batches run uncaptured."""
     world = full_world(setup, compiled=True)
     runner = make_runner(world)
     runner.warm_up()
@@ -132,7 +132,7 @@ def steady(setup: Setup, decodes: int, batches: int, seed: int) -> dict[str, Any
         with torch.compiler.set_stance("fail_on_recompile"):
             for number in range(decodes + batches):
                 _run_batch(world, runner, rng, rng.randint(1, REQUESTS), 1 if number < decodes else 4)
-    found = {
+    counts = {
         "decodes": decodes,
         "batches": batches,
         "replays": runner.statistics.replays,
@@ -143,10 +143,10 @@ def steady(setup: Setup, decodes: int, batches: int, seed: int) -> dict[str, Any
         "allocated_bytes": _allocated() - memory,
     }
     assert runner.statistics.replays >= decodes, "a decode ran without its graph"
-    assert found["allocated_bytes"] <= MARGIN, f"memory grew by {found['allocated_bytes']:,} bytes"
-    changed = [name for name in ("recompiles", "captures", "graph_bytes") if found[name]]
-    assert not changed, f"{', '.join(changed)} in {found}"
-    return found
+    assert counts["allocated_bytes"] <= MARGIN, f"memory grew by {counts['allocated_bytes']:,} bytes"
+    changed = [name for name in ("recompiles", "captures", "graph_bytes") if counts[name]]
+    assert not changed, f"{', '.join(changed)} in {counts}"
+    return counts
 
 
 def _run_batch(world: World, runner: DecodeRunner, rng: random.Random, requests: int, most: int) -> None:
@@ -168,12 +168,12 @@ def _row(test: str, setup: str, check: Callable[[], dict[str, Any]]) -> dict[str
     torch.compiler.reset()
     torch.manual_seed(0)
     try:
-        found: dict[str, Any] = {"status": "ok", **check()}
+        outcome: dict[str, Any] = {"status": "ok", **check()}
     except AssertionError as fault:
-        found = {"status": "changed", "note": str(fault)}
-    except RuntimeError as fault:  # of CUDA; and of torch, for what would be compiled again
-        found = {"status": "failed", "note": str(fault)}
-    return {"test": test, "setup": setup, **found, "seconds": round(time.perf_counter() - started, 1)}
+        outcome = {"status": "changed", "note": str(fault)}
+    except RuntimeError as fault:  # of CUDA; and of torch, for a recompilation
+        outcome = {"status": "failed", "note": str(fault)}
+    return {"test": test, "setup": setup, **outcome, "seconds": round(time.perf_counter() - started, 1)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

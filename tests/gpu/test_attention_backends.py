@@ -61,7 +61,7 @@ def compiled(layer: Any) -> Any:
 
 
 def assert_similar(out: Tensor, expected: Tensor) -> None:
-    """bfloat16 sums in another order; a score near a tie may select another entry."""
+    """Compare bfloat16 sums of a different order; a score near a tie may select the other entry."""
     assert torch.isfinite(out).all()
     assert torch.nn.functional.cosine_similarity(out.float(), expected.float(), dim=-1).median() > 0.999
 
@@ -155,5 +155,5 @@ def test_captured_decodes_of_a_layer_are_those_of_its_calls(
 
 def of_the_step(arguments: tuple[Any, ...]) -> list[Tensor]:
     """The arguments of a layer's call that change from step to step: all but the caches."""
-    hidden, metadata, _, own = arguments
-    return record.tensors((hidden, metadata, own))
+    hidden, metadata, _, indexer_metadata = arguments
+    return record.tensors((hidden, metadata, indexer_metadata))

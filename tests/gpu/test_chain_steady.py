@@ -1,4 +1,4 @@
-"""What a layer does before attention, compiled: no graph for another batch size, and no memory beside its results."""
+"""What a layer does before attention, compiled: no graph for a second batch size, and no memory except its results."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dsv4_compile.config import DeepseekV4Config
 DEVICE, CONTEXT = "cuda", 16_384
 BATCHES, MOST = 200, 4096
 ROOM = {"auto": 1.0, "ir": 1.25}
-"""Memory beside the queries in sizes of them: what their projection gives is one, and no copy of a cache would fit. By
-IR alone states are saved behind that projection, so that the float32 one of hidden is alive too."""
+"""Memory in addition to the queries, in multiples of their size: their projection is one, and no copy of a cache would
+fit. By IR alone states are saved behind that projection, so that the float32 one of hidden is alive too."""
 
 
 def layer_of(kind: str, most: int = MOST) -> ChainLayer:
@@ -29,7 +29,7 @@ def layer_of(kind: str, most: int = MOST) -> ChainLayer:
 
 
 def compiled(layer: ChainLayer, impl: str) -> Callable[[int], Any]:
-    """Function that runs a step of so many tokens by one graph, on new inputs; the caches are those of its own."""
+    """Return a function that runs a step of so many tokens by one graph, on new inputs and its private caches."""
     torch.compiler.reset()
     call = torch.compile(layer.in_ops, backend=dsv4, fullgraph=True, options={"dsv4.impl": impl})
     dynamic = [i for i in TOKENS_FIRST if layer.ratio > 1 or i < STATE]

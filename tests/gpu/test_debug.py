@@ -44,8 +44,8 @@ def call() -> tuple[Tensor, list[Tensor], Tensor]:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found_at_its_op(fault: str, model: Model, call: Any, tmp_path: Path) -> None:
     plant, op, line = FAULTS[fault]
-    found = diverge(model, plant(model), *call, save=tmp_path / "call.pt")
-    assert (found.op, found.place.line, found.layer) == (op, line_of(line), "layers.1"), str(found)
+    divergence = diverge(model, plant(model), *call, save=tmp_path / "call.pt")
+    assert (divergence.op, divergence.place.line, divergence.layer) == (op, line_of(line), "layers.1"), str(divergence)
     assert rerun(tmp_path / "call.pt").first.largest == 0
 
 
@@ -64,8 +64,8 @@ def test_value_that_a_cuda_graph_froze_is_found(model: Model, call: Any) -> None
     agreed = diverge(lambda: model(*call), replayed, state=call[1], save=None)
     assert agreed.agrees, str(agreed)
     model.layers[1].gain = 2.0
-    found = diverge(lambda: model(*call), replayed, state=call[1], save=None)
-    assert not found.agrees, str(found)
+    divergence = diverge(lambda: model(*call), replayed, state=call[1], save=None)
+    assert not divergence.agrees, str(divergence)
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +88,9 @@ def test_compiled_layers_agree_with_eager_ones_and_a_fault_in_one_is_named(world
         broken.layers[1].attn_sink.add_(3.0)
     torch.compiler.reset()
     compiled = torch.compile(broken, fullgraph=True, dynamic=True, backend="dsv4")
-    found = diverge(world.stack, compiled, hidden, metadata, caches, save=None)
-    print(found)
-    assert not found.agrees and found.layer == "layers.1", str(found)
+    divergence = diverge(world.stack, compiled, hidden, metadata, caches, save=None)
+    print(divergence)
+    assert not divergence.agrees and divergence.layer == "layers.1", str(divergence)
 
 
 @pytest.mark.parametrize("fault", STALE)

@@ -69,7 +69,7 @@ def test_a_step_allocates_nothing_copies_nothing_and_waits_for_nothing(warm: tup
 
 
 def test_nodes_of_a_step(warm: tuple[World, DecodeRunner], record_property: Callable[..., None]) -> None:
-    """Nodes are what one replay puts on the GPU: as many in each."""
+    """Nodes are the work of one replay on the GPU: as many in each."""
     world, runner = warm
     world.load([1] * REQUESTS, [300] * REQUESTS)
     runner.step(REQUESTS)
@@ -88,8 +88,8 @@ def test_captures_hold_what_was_planned(warm: tuple[World, DecodeRunner]) -> Non
 
 @pytest.mark.parametrize("setup", ["flash bfloat16", "flash fp8"])
 def test_steps_and_batches_compile_capture_and_hold_nothing_more(setup: str, seed: int) -> None:
-    found = steady(SETUPS[setup], 500, 100, seed)
-    assert found["uncaptured"] > 0
+    counts = steady(SETUPS[setup], 500, 100, seed)
+    assert counts["uncaptured"] > 0
 
 
 def test_a_run_waits_for_nothing_and_decodes_what_steps_decode() -> None:
@@ -174,8 +174,8 @@ def test_captures_into_one_pool_go_on(before: str) -> None:
             del captured
         else:
             others.append(captured)
-    for each in others:
-        each.replay()
+    for graph in others:
+        graph.replay()
     assert all(torch.equal(output, x * 2) for output in outputs)
 
 

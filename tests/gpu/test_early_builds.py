@@ -48,15 +48,15 @@ def variant(given: dict[str, Any]) -> dict[str, str]:
     def name(path: Any) -> str:
         return path if isinstance(path, str) else ".".join([names[path[0]], *map(str, path[1:])])
 
-    found = {argument: str(kind) for argument, kind in compiled["signature"].items()}
+    parameters = {argument: str(kind) for argument, kind in compiled["signature"].items()}
     for values in (compiled["constants"], *compiled["configs"]):
         for path, value in values.items():
-            found[name(path)] = f"{found.get(name(path), '')} {value}"
-    return found | {"options": compiled["key"].rpartition("{")[2]}
+            parameters[name(path)] = f"{parameters.get(name(path), '')} {value}"
+    return parameters | {"options": compiled["key"].rpartition("{")[2]}
 
 
 def place(folder: str) -> str:
-    """Return which kernel file launches now, and whether a graph whose code is in `folder` does."""
+    """Return the kernel file that launches now, and whether a graph with its code in `folder` launches it."""
     frame, file, graph = sys._getframe(1), "", False
     while frame is not None:
         path = frame.f_code.co_filename
@@ -71,14 +71,14 @@ def differences(late: dict[str, str], early: Sequence[dict[str, str]]) -> str:
     """Return how `late` differs from the variant of `early` that is nearest to it."""
     if not early:
         return "none of this function was built early"
-    found = [[name for name in late | other if late.get(name) != other.get(name)] for other in early]
-    names = min(found, key=len)
-    other = early[found.index(names)]
+    changes = [[name for name in late | other if late.get(name) != other.get(name)] for other in early]
+    names = min(changes, key=len)
+    other = early[changes.index(names)]
     return "; ".join(f"{name}: {late.get(name)}, early {other.get(name)}" for name in names) or "the same variant"
 
 
 def measure(layers: int, experts: int, wanted: str, device: torch.device) -> dict[str, Any]:
-    """Return seconds of the first prompt and of the first steps, and what was built where."""
+    """Return seconds of the first prompt and of the first steps, and the kernels with the place of their build."""
     from triton import knobs
 
     folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]
@@ -116,16 +116,16 @@ def measure(layers: int, experts: int, wanted: str, device: torch.device) -> dic
 
     built: list[early_builds.Built] = []
     with early_builds.listen(built.append), compile_log() as log:
-        found: dict[str, Any] = {"first_prompt_s": seconds(1), "first_steps_s": seconds(STEPS)}
+        row: dict[str, Any] = {"first_prompt_s": seconds(1), "first_steps_s": seconds(STEPS)}
     took = {"compile_s": 0.0, "kernel_s": 0.0}
     for entry in log:
         if entry.kind != "kernel" or "beside" not in entry.cause:
             took[f"{entry.kind}_s"] = took.get(f"{entry.kind}_s", 0.0) + (entry.seconds or 0.0)
-    found |= {name: round(value, 1) for name, value in took.items()}
-    found["early"] = sum(not each.error for each in built)
-    found["early_s"] = round(sum(each.seconds for each in built), 1)
-    found["failed"] = [f"{each.name}: {each.error}" for each in built if each.error]
-    return found | {"late": late}
+    row |= {name: round(value, 1) for name, value in took.items()}
+    row["early"] = sum(not build.error for build in built)
+    row["early_s"] = round(sum(build.seconds for build in built), 1)
+    row["failed"] = [f"{build.name}: {build.error}" for build in built if build.error]
+    return row | {"late": late}
 
 
 def child(wanted: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -136,34 +136,34 @@ def child(wanted: str, arguments: Sequence[str]) -> dict[str, Any]:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
 
 
-def in_graphs(found: dict[str, Any]) -> list[dict[str, str]]:
+def in_graphs(row: dict[str, Any]) -> list[dict[str, str]]:
     """Return the kernels that a compiled graph built at its first call."""
-    return [each for each in found["late"] if not each["where"].endswith(OTHER)]
+    return [kernel for kernel in row["late"] if not kernel["where"].endswith(OTHER)]
 
 
 def test_the_first_calls_of_a_model_find_every_kernel_built() -> None:
-    found = child("on", ["--layers", "3", "--experts", "8", "--trust"])
-    assert found["early"] > 10 and found["failed"] == []
-    assert in_graphs(found) == []
+    row = child("on", ["--layers", "3", "--experts", "8", "--trust"])
+    assert row["early"] > 10 and row["failed"] == []
+    assert in_graphs(row) == []
 
 
 def report(say: Callable[[str], Any], arguments: Sequence[str]) -> int:
     """Print both runs and return 1 if a graph's first call built a kernel although early builds are on."""
     runs = {wanted: child(wanted, arguments) for wanted in ("off", "on")}
-    for wanted, found in runs.items():
-        inside = in_graphs(found)
-        say(f"early builds {wanted}: first prompt {found['first_prompt_s']} s, first steps {found['first_steps_s']} s")
-        say(f"  torch.compile {found['compile_s']} s, builds in first calls {found['kernel_s']} s")
-        say(f"  {found['early']} kernels built early, {found['early_s']} s of builds beside the compilation")
-        say(f"  {len(inside)} built at a graph's first call, {len(found['late']) - len(inside)} {OTHER}")
-        for line in found["failed"]:
+    for wanted, row in runs.items():
+        inside = in_graphs(row)
+        say(f"early builds {wanted}: first prompt {row['first_prompt_s']} s, first steps {row['first_steps_s']} s")
+        say(f"  torch.compile {row['compile_s']} s, builds in first calls {row['kernel_s']} s")
+        say(f"  {row['early']} kernels built early, {row['early_s']} s of builds beside the compilation")
+        say(f"  {len(inside)} built at a graph's first call, {len(row['late']) - len(inside)} {OTHER}")
+        for line in row["failed"]:
             say(f"  not built early: {line}")
-    for each in runs["on"]["late"]:
-        say(f"  late: {each['kernel']} ({each['where']}): {each['why']}")
+    for kernel in runs["on"]["late"]:
+        say(f"  late: {kernel['kernel']} ({kernel['where']}): {kernel['why']}")
     before, after = (runs[wanted]["first_prompt_s"] + runs[wanted]["first_steps_s"] for wanted in ("off", "on"))
     say(f"{before:.1f} s without, {after:.1f} s with early builds: {before - after:.1f} s saved")
     return 1 if in_graphs(runs["on"]) or runs["on"]["failed"] else 0
@@ -183,8 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with proven.trust() if args.trust else nullcontext():
             print(json.dumps(measure(args.layers, args.experts, args.child, torch.device(args.device))))
         return 0
-    given = ["--layers", str(args.layers), "--experts", str(args.experts), "--device", args.device]
-    return report(lambda line: print(line, flush=True), [*given, *(["--trust"] if args.trust else [])])
+    options = ["--layers", str(args.layers), "--experts", str(args.experts), "--device", args.device]
+    return report(lambda line: print(line, flush=True), [*options, *(["--trust"] if args.trust else [])])
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def test_streams_and_joins_are_seen() -> None:
 def test_two_reports_of_one_step_have_the_same_nodes() -> None:
     model, x = nn.Linear(512, 512, device=CUDA), torch.ones(8, 512, device=CUDA)
     first, again = (dsv4_compile.explain_replay(model, x, backend=None) for _ in range(2))
-    found = again.diff(first)
-    assert (found.added, found.removed, found.reshaped) == ([], [], [])
+    difference = again.diff(first)
+    assert (difference.added, difference.removed, difference.reshaped) == ([], [], [])
 
 
 def test_copies_and_fills_have_their_bytes() -> None:

@@ -21,10 +21,10 @@ CAPTURES = {"dsv4.cudagraph": "full"}
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = CAPTURES if device == "cuda" else {**CAPTURES, "dsv4.cudagraph.graphs": "standin"}
-    made = Pair(request.param, device, options if request.param == "captured" else {})
+    models = Pair(request.param, device, options if request.param == "captured" else {})
     before = torch.get_default_device()
     torch.set_default_device(device)  # ids and masks of the sequences
-    yield made
+    yield models
     torch.set_default_device(before)
 
 

@@ -14,7 +14,7 @@ from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
 from dsv4_compile.testing.samples import op_samples
 
 TORCH_GEMM = {("fp8_linear", 2)}
-"""Samples whose launcher calls a GEMM of torch, so that they are not cached."""
+"""Samples that are not cached, because their launcher calls a GEMM of torch."""
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -50,7 +50,7 @@ def test_a_cached_call_gives_the_same_bits(op: str) -> None:
 
 
 def test_a_cached_call_is_captured_like_a_launcher() -> None:
-    """A captured launch has counters of its own."""
+    """A captured launch has separate counters."""
     op = "compress_norm_rope_insert"
     cache, (args, right) = LaunchCache(launcher(op)), (op_samples(op, "cuda")[0] for _ in range(2))
     for _ in range(2):

@@ -16,7 +16,7 @@ LAYERS, EXPERTS, BATCH, PROMPT, STEPS = 4, 32, 4, 200, 24
 
 
 def cast(model: Any, dtype: torch.dtype, only: str = "") -> Any:
-    """Return `model` with floating parameters whose names have `only` in `dtype`."""
+    """Return `model` with floating parameters with `only` in their names in `dtype`."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and only in name:
             tensor.data = tensor.data.to(dtype)
@@ -27,11 +27,11 @@ def cast(model: Any, dtype: torch.dtype, only: str = "") -> Any:
 def logits(model: Any, tokens: Tensor) -> Tensor:
     """Return float32 logits `[B, steps, vocabulary]` of the last token of the prompt and of each token after it."""
     out = model(tokens[:, :PROMPT], use_cache=True)
-    each, cache = [out.logits[:, -1].float()], out.past_key_values
-    for place in range(PROMPT, tokens.shape[1]):
-        out = model(tokens[:, place : place + 1], past_key_values=cache, use_cache=True)
-        each.append(out.logits[:, -1].float())
-    return torch.stack(each, 1)
+    steps, cache = [out.logits[:, -1].float()], out.past_key_values
+    for position in range(PROMPT, tokens.shape[1]):
+        out = model(tokens[:, position : position + 1], past_key_values=cache, use_cache=True)
+        steps.append(out.logits[:, -1].float())
+    return torch.stack(steps, 1)
 
 
 def test_logits_are_no_farther_from_float32_than_those_of_eager_transformers() -> None:
@@ -48,8 +48,8 @@ def test_logits_are_no_farther_from_float32_than_those_of_eager_transformers() -
     hf.convert(model, max_batch_size=BATCH, max_seq_len=512, attention_only=False)
     model.compile(backend="dsv4", fullgraph=True)
     ours = logits(model, tokens)
-    for part in (slice(0, 1), slice(1, None)):
-        wrong, theirs = (float((x[:, part] - want[:, part]).norm()) for x in (ours, eager))
+    for requests in (slice(0, 1), slice(1, None)):
+        wrong, theirs = (float((x[:, requests] - want[:, requests]).norm()) for x in (ours, eager))
         assert 0 < wrong <= theirs
     right = [int((x.argmax(-1) == want.argmax(-1)).sum()) for x in (ours, eager)]
     assert right[0] >= right[1]

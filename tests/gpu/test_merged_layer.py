@@ -86,7 +86,7 @@ def test_a_merged_layer_gives_what_its_parts_give(kind: str) -> None:
     merged |= {"indexer_q_rope_quant", "indexer_topk_slots"} if kind == "csa" else set()
     assert {fusion.into for fusion in decided.fusions if fusion.fused} == merged
     for a, b in zip(got, expected, strict=True):
-        # bfloat16 sums in another order; a score near a tie may select another entry in a CSA layer.
+        # bfloat16 sums in a different order; a score near a tie may select the other entry in a CSA layer.
         assert torch.nn.functional.cosine_similarity(a.float(), b.float(), dim=-1).median() > 0.9995
     for name, cache in new.layers[0].tensors().items():
         wrong = (cache != old.layers[0].tensors()[name]).float().mean()
@@ -110,8 +110,10 @@ def test_launches_before_attention_of_a_decode_step(kind: str) -> None:
     print(f"{kind}: {len(names)} launches", *names, sep="\n  ")
     assert any("sparse_mla_decode" in name for name in names), names
     before = names[: next(i for i, name in enumerate(names) if "sparse_mla_decode" in name)]
-    own = [name for name in before if not any(word in name for word in INDEXER) and not name.startswith("Memset")]
+    layer_kernels = [
+        name for name in before if not any(word in name for word in INDEXER) and not name.startswith("Memset")
+    ]
     if kind == "csa":
-        generated = next((name for name in own if name.startswith(INDEXER_QUERIES)), None)
-        own = [name for name in own if name != generated]
-    assert len(own) <= LAUNCHES[kind], before
+        generated = next((name for name in layer_kernels if name.startswith(INDEXER_QUERIES)), None)
+        layer_kernels = [name for name in layer_kernels if name != generated]
+    assert len(layer_kernels) <= LAUNCHES[kind], before

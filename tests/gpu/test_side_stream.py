@@ -37,14 +37,14 @@ def test_a_layer_with_a_side_stream_equals_one_without(
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), LAYERS)
 def test_captured_steps_wait_for_the_selection(name: str, kv_cache_dtype: str, compile_it: bool, seed: int) -> None:
-    """Three calls in one graph, whose side streams share memory, replayed without a pause, equal single calls."""
+    """Three calls in one graph with side streams that share memory, replayed without a pause, equal single calls."""
     rng = random.Random(seed)
     plain, ours = (serving(name, kv_cache_dtype, True, compile_it) for _ in range(2))
     for _ in range(4):
         counts = [rng.randint(4, 50) for _ in range(REQUESTS)]
         hidden = torch.randn(sum(counts), CONFIG.hidden_size).bfloat16()
-        for each in (plain, ours):
-            each.step(counts, hidden)
+        for layer in (plain, ours):
+            layer.step(counts, hidden)
     graph, held, outs = torch.cuda.CUDAGraph(), None, []
     for _ in range(5):
         hidden = torch.randn(REQUESTS, CONFIG.hidden_size).bfloat16()

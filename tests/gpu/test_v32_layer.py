@@ -51,19 +51,19 @@ class Engine:
             slot_mapping=torch.tensor([slot(self.table, *token, BLOCK) for token in tokens], device="cuda"),
         )
         positions = torch.tensor([max(position, 0) for _, position in tokens], device="cuda")
-        metadata, own = (builder.build(0, common) for builder in self.builders)
-        return hidden, positions, self.rope, self.cache, metadata, None, self.index_cache, own
+        metadata, indexer_metadata = (builder.build(0, common) for builder in self.builders)
+        return hidden, positions, self.rope, self.cache, metadata, None, self.index_cache, indexer_metadata
 
 
 @pytest.fixture
 def layer(seed: int) -> DeepseekV32SparseAttention:
     generator = torch.Generator("cuda").manual_seed(seed)
     indexer = DeepseekV32Indexer(HIDDEN, 128, topk=TOPK, device="cuda")
-    made = DeepseekV32SparseAttention(HIDDEN, HEADS, q_lora_rank=128, indexer=indexer, device="cuda")
-    for parameter in made.parameters():
+    attention = DeepseekV32SparseAttention(HIDDEN, HEADS, q_lora_rank=128, indexer=indexer, device="cuda")
+    for parameter in attention.parameters():
         values = torch.randn(parameter.shape, device="cuda", generator=generator)
         parameter.data.copy_(values * parameter.shape[-1] ** -0.5 + (parameter.dim() == 1))
-    return made
+    return attention
 
 
 def test_fifty_batches_run_one_graph(layer: DeepseekV32SparseAttention, seed: int) -> None:

@@ -81,7 +81,7 @@ def by_few_tokens(args: tuple[Any, ...], splits: int = 0, **options: Any) -> Res
 SM90_KERNELS = {"many": by_many, "few_heads": by_few_heads, "few_tokens": by_few_tokens}
 KERNELS: dict[str, Callable[..., Result]] = {"triton": by_triton, **(SM90_KERNELS if IS_HOPPER else {})}
 FOR_MANY = [name for name in KERNELS if name != "few_tokens"]
-"""Kernels whose results do not depend on the batch, however large."""
+"""Kernels with results that do not depend on the batch, however large."""
 FEW_HEADS = 32
 
 
@@ -118,6 +118,6 @@ def assert_same(
 def garbage() -> Iterator[None]:
     """Let new outputs and workspaces begin as NaN."""
     with torch.no_grad():
-        made = torch.full((1 << 28,), 0xFF, dtype=torch.uint8, device=CUDA)
-        del made
+        poison = torch.full((1 << 28,), 0xFF, dtype=torch.uint8, device=CUDA)
+        del poison
         yield

@@ -297,7 +297,7 @@ def test_the_score_of_a_unit_key_is_the_rotated_query(kernel: str, splits: int) 
     want = normed_by_a_factor(q, *angles) if kernel == "many" else REFERENCES["q_norm_rope"](q, *angles, EPS)
     want = torch.stack([want[t, :, layout.NOPE_DIM + t] for t in range(64)]).float()
     error = (lse - want).abs()
-    # The sum of squares is in another order, which makes a few the neighbouring bfloat16.
+    # The sum of squares has a different order, which moves a few values to the neighbouring bfloat16.
     assert (error <= want.abs() / 127 + 1e-6).all()
     assert (error <= want.abs() * 1e-5 + 1e-6).float().mean() > 0.98
 
@@ -332,9 +332,9 @@ def test_a_row_does_not_depend_on_its_batch(kernel: str, monkeypatch: pytest.Mon
     want = KERNELS[kernel](tuple(args), **turn, **options)
     rows = (0, 2, 3, 9, 10)
     for some in (slice(7, 8), slice(100, 133), slice(0, 299)):
-        part = tuple(x[some] if i in rows else x for i, x in enumerate(args))
+        rows_only = tuple(x[some] if i in rows else x for i, x in enumerate(args))
         one = {"positions": turn["positions"][some], "cos_sin_cache": turn["cos_sin_cache"]}
-        for got, expected in zip(KERNELS[kernel](part, **one, **options), want, strict=True):
+        for got, expected in zip(KERNELS[kernel](rows_only, **one, **options), want, strict=True):
             assert_bitwise(got, expected[some])
     monkeypatch.setattr(split_combine, "MAX_PARTIAL_BYTES", 2**24)
     for got, expected in zip(KERNELS[kernel](tuple(args), **turn, **options), want, strict=True):

@@ -30,8 +30,8 @@ def arguments(fused: str, heads: int) -> tuple[Any, ...]:
     args[2] = torch.randint(-9, slots + 9, args[2].shape, device=CUDA, dtype=torch.int32)
     for lens, width in ((3, scenario.WINDOW), (10, args[9].shape[1])):
         args[lens] = torch.randint(-3, width + 3, (TOKENS,), device=CUDA, dtype=torch.int32)
-    for place, indices in ((1, 2), (8, 9)):
-        args[place][:2] = 0xFF  # codes and scales that are NaN
+    for cache, indices in ((1, 2), (8, 9)):
+        args[cache][:2] = 0xFF  # codes and scales that are NaN
         args[indices][(args[indices] >= 0) & (args[indices] < 2 * scenario.BLOCK)] = -1
     args[3][:5] = args[10][:5] = 0
     return tuple(args)
@@ -120,7 +120,7 @@ def test_queries_that_start_anywhere_are_normed_by_a_launch_of_their_own() -> No
 
 
 def test_queries_of_any_magnitude_are_normed() -> None:
-    """Squares that overflow count as zero, beside invalid slots; values that are not finite stay with their head."""
+    """Squares that overflow count as zero, invalid slots too; values that are not finite stay with their head."""
     args = arguments("prologue", 64)
     args[0][:, ::3] *= 1e25
     args[0][:, 5] *= 1e-25

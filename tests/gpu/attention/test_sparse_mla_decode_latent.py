@@ -16,7 +16,7 @@ REFERENCE, LAUNCHER = REFERENCES["sparse_mla_decode_latent"], launcher("sparse_m
 
 
 def case(tokens: int, heads: int = 128, topk: int = 2048, seed: int = 0) -> list[Any]:
-    """Return arguments whose first row is empty and last one full, with a tenth of all slots invalid."""
+    """Return arguments with an empty first row, a full last row, and a tenth of all slots invalid."""
     generator = torch.Generator().manual_seed(seed)
     cache = random_cache("plain", 64, 64, live=64 * 64, head_dim=576, device="cuda", generator=generator).cache
     slots = torch.randint(-400, 64 * 64, (tokens, topk), generator=generator, dtype=torch.int32).clamp_min(-1)

@@ -97,7 +97,7 @@ def test_a_captured_chain_of_boundaries_follows_its_inputs(tokens: int) -> None:
 
 
 def test_launches_on_many_streams_at_once_end_and_agree() -> None:
-    """More launches at once than fit on the GPU, beside one that keeps it busy: nobody waits for a CTA to start."""
+    """More launches at once than fit on a GPU that is busy already: nobody waits for a CTA to start."""
     calls = [arguments("mhc_boundary", tokens, FLASH, device="cuda", seed=tokens) for tokens in range(1, 9)] * 4
     want = [launch("mhc_boundary", args) for args in calls]
     busy = torch.randn(4096, 4096, device="cuda")

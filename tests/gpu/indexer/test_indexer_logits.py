@@ -40,8 +40,8 @@ def arguments(
         torch.randperm(pages, device="cuda", generator=generator)[: requests * columns].int().view(requests, columns)
     )
     slots = (blocks.long()[..., None] * block + torch.arange(block, device="cuda")).flatten()
-    for part in slots.split(65536):
-        store_indexer(cache, fmt, block, part, randn(len(part), 128))
+    for chunk in slots.split(65536):
+        store_indexer(cache, fmt, block, chunk, randn(len(chunk), 128))
     blocks[:, columns // 2] = -1
     owners = torch.randint(-1, requests, (tokens,), device="cuda", generator=generator).int()
     lens = torch.randint(columns * block + 1, (tokens,), device="cuda", generator=generator).int()
@@ -85,7 +85,7 @@ def test_selection_is_exact_for_the_logits(fmt: str, topk: int, tokens: int) -> 
 
 @FORMATS
 def test_selection_is_nearly_that_of_the_reference(fmt: str) -> None:
-    """Only entries whose logits are next to the boundary may be chosen differently."""
+    """Only entries with logits next to the boundary may be chosen differently."""
     args = arguments(fmt, 64)
     ours, theirs = TOPK(*args, 512), SELECT(*args, 512)
     mine = torch.zeros(64, 4097, dtype=torch.int32, device="cuda").scatter_(
@@ -97,7 +97,7 @@ def test_selection_is_nearly_that_of_the_reference(fmt: str) -> None:
 
 
 def with_logits(values: Tensor, tokens: int, block: int) -> tuple[Any, ...]:
-    """Contexts of every length of one request whose logits are `values`, a whole number of blocks.
+    """Contexts of every length of one request with the logits `values`, a whole number of blocks.
 
     Two heads see k and -k, with weights 1 and -1, so that the logit of a key is its only element.
     """
@@ -158,9 +158,9 @@ def test_every_tile_selects_by_its_logits(score: tuple[int, int, int]) -> None:
 
 def test_chunks_of_tokens_do_not_change_the_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments("indexer_fp8", 100)
-    whole = TOPK(*args, 512)
+    unchunked = TOPK(*args, 512)
     monkeypatch.setattr(kernel, "WORKSPACE_BYTES", 7 * 4 * 4096)
-    assert torch.equal(TOPK(*args, 512), whole)
+    assert torch.equal(TOPK(*args, 512), unchunked)
 
 
 def test_a_prompt_of_many_tokens_and_a_long_context() -> None:

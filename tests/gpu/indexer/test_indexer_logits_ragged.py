@@ -36,7 +36,7 @@ def arguments(fmt: str, queries: list[int], contexts: list[int], heads: int = 64
     keys = randn(rows, 128)
     gathered: tuple[Tensor, ...] = (keys.bfloat16(), torch.empty(rows, 0, dtype=torch.uint8, device="cuda"))
     if fmt != "plain":
-        gathered = tuple(part.view(torch.uint8) for part in quantize_indexer(keys.bfloat16().float(), fmt))
+        gathered = tuple(tensor.view(torch.uint8) for tensor in quantize_indexer(keys.bfloat16().float(), fmt))
     starts, ends, first = [], [], 0
     for count, context in zip(queries, contexts, strict=True):
         starts += [first] * count
@@ -74,7 +74,7 @@ def test_logits_and_selection_are_nearly_those_of_the_reference(fmt: str, heads:
         q, q_scale, weights, k, k_scale, starts, ends, _ = args
         first, last = int(starts[t]), int(ends[t])
         one = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.full((1,), last - first, device="cuda")
-        # A request of its own in pages of one entry.
+        # A separate request in pages of one entry.
         pages = REFERENCES["indexer_logits"]
         cache = torch.cat((k[first:last], k_scale[first:last]), dim=1) if fmt != "plain" else k[first:last, None]
         table = torch.arange(last - first, device="cuda", dtype=torch.int32)[None]

@@ -21,10 +21,10 @@ def arguments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries and weights are slices of one projection."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    made = torch.randn(tokens, heads * (dim + 1), device="cuda", generator=generator).to(dtype) * 3
+    projection = torch.randn(tokens, heads * (dim + 1), device="cuda", generator=generator).to(dtype) * 3
     angle = torch.rand(MAX_POS, dim // 4, device="cuda", generator=generator) * 6.28
     positions = torch.randint(-2, MAX_POS + 2, (tokens,), device="cuda", generator=generator)
-    q, weights = made[:, : heads * dim].unflatten(1, (heads, dim)), made[:, heads * dim :]
+    q, weights = projection[:, : heads * dim].unflatten(1, (heads, dim)), projection[:, heads * dim :]
     return q, positions, torch.cat((angle.cos(), angle.sin()), 1), weights
 
 

@@ -1,4 +1,4 @@
-"""The indexer's choice as slots on a GPU: to the bit the map of what the same kernels select as entries."""
+"""The indexer's choice as slots on a GPU: bit by bit the mapped entries that the same kernels select."""
 
 from __future__ import annotations
 

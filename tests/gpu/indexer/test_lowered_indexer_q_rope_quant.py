@@ -20,9 +20,9 @@ SIZES = (7, 64, 513, 4096)
 def inputs(tokens: int) -> list[Tensor]:
     """Columns of a projection; rows of zeros and of small and large values; positions outside the table."""
     generator = torch.Generator("cuda").manual_seed(tokens)
-    made = torch.randn(tokens, HEADS * (INDEXER_HEAD_DIM + 1), device="cuda", generator=generator).bfloat16()
-    made[1::7], made[2::7] = 0, made[2::7] * 1e-20
-    q, weights = made[:, :-HEADS].unflatten(1, (HEADS, INDEXER_HEAD_DIM)), made[:, -HEADS:]
+    projection = torch.randn(tokens, HEADS * (INDEXER_HEAD_DIM + 1), device="cuda", generator=generator).bfloat16()
+    projection[1::7], projection[2::7] = 0, projection[2::7] * 1e-20
+    q, weights = projection[:, :-HEADS].unflatten(1, (HEADS, INDEXER_HEAD_DIM)), projection[:, -HEADS:]
     positions = torch.randint(0, 1000, (tokens,), device="cuda", generator=generator)
     positions[::5], positions[3::9] = -1, 10**9
     angles = torch.rand(1000, ROPE_DIM // 2, device="cuda", generator=generator) * 6.28

@@ -35,7 +35,7 @@ def check(op: str, kernel: Kernel, args: tuple[Any, ...]) -> None:
 
 
 def repeats_are_equal(kernel: Kernel, args: tuple[Any, ...], count: int = 100, replays: int = 300) -> None:
-    """Bit by bit, with another order of arrival each time: on their own, and thousands in replays of a graph.
+    """Bit by bit, with a different order of arrival each time: single launches, and thousands in replays of a graph.
 
     Parts that a cluster fetched before they had been released were others in 1 to 5 of 6000 replayed products.
     """

@@ -39,22 +39,22 @@ def edges(graph: torch.cuda.CUDAGraph) -> Counter[int]:
     driver, raw, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(0)
     assert driver.cuGraphGetEdges_v2(raw, None, None, None, ctypes.byref(count)) == 0
     size = count.value
-    ends, found = ((ctypes.c_void_p * size)(), (ctypes.c_void_p * size)()), (_Edge * size)()
-    assert driver.cuGraphGetEdges_v2(raw, *ends, found, ctypes.byref(count)) == 0
-    return Counter(edge.type for edge in found)
+    ends, data = ((ctypes.c_void_p * size)(), (ctypes.c_void_p * size)()), (_Edge * size)()
+    assert driver.cuGraphGetEdges_v2(raw, *ends, data, ctypes.byref(count)) == 0
+    return Counter(edge.type for edge in data)
 
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[torch.cuda.CUDAGraph]:
     """Every graph that is made from now on, its edges kept."""
-    made, new = [], torch.cuda.CUDAGraph
+    graphs, new = [], torch.cuda.CUDAGraph
 
     def keep() -> torch.cuda.CUDAGraph:
-        made.append(new(keep_graph=True))
-        return made[-1]
+        graphs.append(new(keep_graph=True))
+        return graphs[-1]
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", keep)
-    return made
+    return graphs
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def test_a_capture_keeps_early_starts_and_everything_else_waits(
     print(f"\nedges by type: {counts}")
     assert counts[False][PROGRAMMATIC] == 0
     assert counts[True][PROGRAMMATIC] >= 18  # behind kernels; behind a copy of the driver it waits in full
-    assert counts[True][FULL] >= 6  # in front of what Inductor generated
+    assert counts[True][FULL] >= 6  # in front of kernels that Inductor generated
 
 
 def test_a_runners_capture_starts_kernels_early(captured: list[torch.cuda.CUDAGraph]) -> None:
@@ -137,7 +137,7 @@ def test_a_runners_capture_starts_kernels_early(captured: list[torch.cuda.CUDAGr
 @pytest.mark.parametrize("tokens", [4, 48])
 @pytest.mark.parametrize("value", ["full", "trees"])
 def test_products_that_start_early_give_the_same_bits_in_compiled_graphs(value: str, tokens: int) -> None:
-    """Two, with what Inductor generates in front, between and behind."""
+    """Two products, with generated kernels in front, between and behind."""
     width = 512
     weights = [torch.randn(width, width, device=CUDA).to(torch.float8_e4m3fn) for _ in range(2)]
     scale = torch.full((width // 128, width // 128), 2.0**-5, device=CUDA)

@@ -27,7 +27,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def apart(args: tuple[Any, ...]) -> Pair:
-    """The product of the op of its own, with the tiling of the one that quantises, quantised by the reference."""
+    """The product of `fp8_grouped_einsum` in the tiling of the fused op, quantised by the reference."""
     choose = gemm_sm90_small.choose_tiling
     with mock.patch.object(gemm_sm90_small, "choose_tiling", lambda *sizes: choose(*sizes[:6], True)):
         values, byte = quantize_activation(fp8_grouped_einsum(*args).flatten(1))

@@ -35,7 +35,7 @@ def test_odd_sizes(tokens: int, rows: int, size: int, quantize: bool, dtype: tor
 @pytest.mark.parametrize("others", [1024, 2624, 100])
 @pytest.mark.parametrize("tokens", [1, 8, 16, 33, 64, 65, 128, 200, 300, 385, 500, 512])
 def test_another_layer_of_the_same_input_is_written_beside(tokens: int, others: int) -> None:
-    """With the sizes of the compressors, and with one whose rows are no whole tile."""
+    """With the sizes of the compressors, and with rows that are no multiple of a tile."""
     x, weight, scale = products.arguments("Flash fp8_linear wq_a + wkv", tokens)
     other = torch.randn(others, x.shape[1], device="cuda", dtype=x.dtype)
     products.check(OP, kernels.fp8_linear, (x, weight, scale, True, other))
@@ -145,8 +145,7 @@ def test_a_launch_reads_what_the_one_before_has_written(tokens: int) -> None:
     ],
 )
 def test_repeats_capture_and_streams_of_whole_tiles(tokens: int, rows: int, others: int) -> None:
-    """Of V4-Flash's rows beside HCA's and CSA's, in clusters or each by itself; and of 39 tiles, the first of which is
-    shared."""
+    """V4-Flash's rows with HCA's and CSA's, in clusters or each by itself; and 39 tiles, the first one shared."""
     x, weight, scale = products.gemm.Layer(OP, "", rows, 4096).arguments(tokens, products.CUDA, 5)
     args = x, weight, scale, True, torch.randn(others, 4096, device="cuda", dtype=x.dtype)
     products.check(OP, kernels.fp8_linear, args)
@@ -165,7 +164,7 @@ def test_more_than_two_gibibytes_of_tokens() -> None:
 
 @pytest.mark.parametrize("tokens", [8, 17, 24, 32])
 def test_repeats_of_what_is_quantised_on_the_way_beside_rows_of_csa(tokens: int) -> None:
-    """In programs whose rings do not hold all strips, and which quantise them in two goes."""
+    """In programs with rings that do not hold all strips; they quantise them in two passes."""
     x, weight, scale = products.gemm.Layer(OP, "", 1536, 4096).arguments(tokens, products.CUDA, 5)
     other = torch.randn(2624, 4096, device="cuda", dtype=x.dtype)
     products.repeats_are_equal(kernels.fp8_linear, (x, weight, scale, True, other), replays=600)

@@ -74,51 +74,51 @@ def assert_equal(own: Buffers, rows: int) -> None:
 @pytest.mark.parametrize("query", [1, 4])
 @pytest.mark.parametrize("requests", [1, 2, 7, 128, 512])
 def test_decodes(requests: int, query: int) -> None:
-    own = buffers(requests * query + 3, requests + 2, 16_384)
+    batch = buffers(requests * query + 3, requests + 2, 16_384)
     for seed in range(3):
-        random_batch(own, [query] * requests, seed)
-        assert_equal(own, requests * query + 3)
-        assert_equal(own, requests * query)
+        random_batch(batch, [query] * requests, seed)
+        assert_equal(batch, requests * query + 3)
+        assert_equal(batch, requests * query)
 
 
 def test_a_mixed_batch_of_sequences_of_a_million_tokens() -> None:
-    own = buffers(1600, 100, 2**20)
-    assert own.tensors["c128_indices"].shape[1] == layout.c128a_width(2**20) == 8192
-    random_batch(own, [1] * 60 + [3] * 20 + [0] * 5 + [700, 600], 0)
-    assert_equal(own, 1600)
+    batch = buffers(1600, 100, 2**20)
+    assert batch.tensors["c128_indices"].shape[1] == layout.c128a_width(2**20) == 8192
+    random_batch(batch, [1] * 60 + [3] * 20 + [0] * 5 + [700, 600], 0)
+    assert_equal(batch, 1600)
 
 
 def test_three_thousand_requests() -> None:
-    own = buffers(4000, 3100, 4096)
-    random_batch(own, [1] * 3000, 0)
-    assert_equal(own, 4000)
+    batch = buffers(4000, 3100, 4096)
+    random_batch(batch, [1] * 3000, 0)
+    assert_equal(batch, 4000)
 
 
 def test_prefill_of_eight_thousand_tokens() -> None:
-    own = buffers(8192, 8, 131_072)
-    random_batch(own, [1, 1, 8000], 0)
-    assert_equal(own, 8192)
+    batch = buffers(8192, 8, 131_072)
+    random_batch(batch, [1, 1, 8000], 0)
+    assert_equal(batch, 8192)
 
 
 @pytest.mark.parametrize("ratios", [(1,), (4,), (128,)])
 def test_models_of_one_ratio(ratios: tuple[int, ...]) -> None:
-    own = buffers(70, 64, 16_384, ratios=ratios)
-    random_batch(own, [1] * 64, 0)
-    assert_equal(own, 70)
+    batch = buffers(70, 64, 16_384, ratios=ratios)
+    random_batch(batch, [1] * 64, 0)
+    assert_equal(batch, 70)
 
 
 def test_a_captured_launch_follows_lengths_and_tables() -> None:
-    own = buffers(130, 128, 16_384)
-    random_batch(own, [1] * 128, 0)
-    own.fill(launcher("batch_metadata"), 130)
+    batch = buffers(130, 128, 16_384)
+    random_batch(batch, [1] * 128, 0)
+    batch.fill(launcher("batch_metadata"), 130)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        own.call(launcher("batch_metadata"), 130)
+        batch.call(launcher("batch_metadata"), 130)
     for seed, requests in enumerate((128, 3, 77, 0, 128)):
-        random_batch(own, [1] * requests or [0], seed + 1)
-        theirs = own.fill(REFERENCE, 130)
-        own.poison()
+        random_batch(batch, [1] * requests or [0], seed + 1)
+        theirs = batch.fill(REFERENCE, 130)
+        batch.poison()
         graph.replay()
         for name, tensor in theirs.items():
-            assert torch.equal(own.tensors[name], tensor), (name, requests)
+            assert torch.equal(batch.tensors[name], tensor), (name, requests)

@@ -17,13 +17,13 @@ OP, BLOCK, REQUESTS, COLUMNS = "global_topk", 64, 32, 100
 def inputs(tokens: int, width: int = 1024) -> list[Tensor]:
     """Hostile indices of every kind."""
     generator = torch.Generator().manual_seed(tokens)
-    made = [
+    tensors = [
         hostile_indices((tokens, width), BLOCK * COLUMNS, generator=generator),
         hostile_indices((tokens,), REQUESTS, fraction=0.2, generator=generator),
         hostile_indices((REQUESTS, COLUMNS), 2**24, fraction=0.2, generator=generator),
         torch.rand(tokens, generator=generator) < 0.8,
     ]
-    return [x.cuda() for x in made]
+    return [x.cuda() for x in tensors]
 
 
 def call(op: Any, topk: Tensor, requests: Tensor, table: Tensor, is_valid: Tensor) -> tuple[Tensor, Tensor]:

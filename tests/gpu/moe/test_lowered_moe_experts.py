@@ -25,9 +25,9 @@ def test_results_are_those_of_the_op(kind: str) -> None:
     sizes: dict[str, Any] = {"kind": kind, "shared": kind, "dtype": dtype, "device": "cuda", "count": 8}
     compiled, weights = as_ir(OP, call), experts(1, **sizes)
     for tokens in (7, 40, 1):
-        each = experts(tokens, **sizes)
+        sample = experts(tokens, **sizes)
         ids = hostile_indices((tokens, 2), 8, device="cuda")
-        args = weights._replace(x=each.x, weights=each.weights, ids=ids)
+        args = weights._replace(x=sample.x, weights=sample.weights, ids=ids)
         if tokens > 1:
             for tensor in args[:3]:
                 torch._dynamo.mark_dynamic(tensor, 0)

@@ -31,10 +31,10 @@ def test_choice_and_weights_are_those_of_the_op(call: Any) -> None:
     for tokens in (*SIZES, 1):
         x, ids = torch.randn(tokens, 1024, device="cuda"), torch.randint(-1, 101, (tokens,), device="cuda")
         if tokens > 1:
-            for each in (x, ids):
-                torch._dynamo.mark_dynamic(each, 0)
+            for tensor in (x, ids):
+                torch._dynamo.mark_dynamic(tensor, 0)
         got = compiled(x, gate, bias, ids, table)
         want = call(REFERENCES[OP], x, gate, bias, ids, table)
-        # Scores that differ by less than a rounding may be chosen in another order.
+        # Scores that differ by less than a rounding may be chosen in either order.
         assert (got[0] == want[0]).float().mean() > 0.999, f"{tokens} tokens"
         torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-6)

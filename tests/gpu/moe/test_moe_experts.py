@@ -49,7 +49,7 @@ def problem(tokens: int, kind: str, shared: str = "e4m3", among: int = EXPERTS) 
 
 
 def check(call: ExpertsArguments) -> Tensor:
-    """Compare with float32; of many tokens with the first 300, whose reference runs in a second."""
+    """Compare with float32; of many tokens only the first 300, since their reference runs in a second."""
     assert kernels.why_unsupported_moe_experts(call) == ""
     got = moe_experts(call)
     some = slice(0, 300)
@@ -72,8 +72,8 @@ def test_crowded_experts(kind: str, tokens: int) -> None:
 def test_a_prompt_of_70_000_tokens() -> None:
     call = problem(70_000, "interleaved")
     got, last = check(call), slice(-200, None)
-    part = call._replace(x=call.x[last], ids=call.ids[last], weights=call.weights[last])
-    assert error(got[last], exact(part)) <= ACCURACY
+    last_tokens = call._replace(x=call.x[last], ids=call.ids[last], weights=call.weights[last])
+    assert error(got[last], exact(last_tokens)) <= ACCURACY
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 600])
@@ -81,8 +81,8 @@ def test_ranks_of_experts_and_of_the_intermediate_dim(tokens: int) -> None:
     call = problem(tokens, "mxfp4")
     for first in (0, 32):
         rows = slice(first, first + 32)
-        own = {name: getattr(call, name)[rows] for name in ("w13", "w2", "w13_scale", "w2_scale")}
-        check(call._replace(**own, first_expert=first))
+        shard = {name: getattr(call, name)[rows] for name in ("w13", "w2", "w13_scale", "w2_scale")}
+        check(call._replace(**shard, first_expert=first))
     for inner in (128, 256, 384):
         check(experts(tokens, kind="interleaved", shared="e4m3", hidden=1024, inner=inner, count=12, device=CUDA))
 

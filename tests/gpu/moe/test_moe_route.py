@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 MODELS = {"Flash": (256, 4096), "Pro": (384, 7168)}
 TOKENS = (1, 2, 15, 16, 17, 128, 513, 1024, 1025, 8192)
 DISTINCT = 2e-5
-"""Distance of two keys of a choice beyond which float32 sums of another order choose alike."""
+"""Smallest distance of two keys of a choice where float32 sums of any order choose alike."""
 
 
 def problem(tokens: int, model: str = "Flash", dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,8 +81,8 @@ def test_a_token_is_routed_by_the_same_bits_in_every_batch(model: str, dtype: to
     x, gate, bias = problem(8192, model, dtype)
     want = moe_route(x, gate, bias, None, None, 6, 1.5)
     for tokens in (1, 7, 16, 128, 1000, 1025, 3000):
-        for got, whole in zip(moe_route(x[:tokens], gate, bias, None, None, 6, 1.5), want, strict=True):
-            assert torch.equal(got, whole[:tokens]), tokens
+        for got, full in zip(moe_route(x[:tokens], gate, bias, None, None, 6, 1.5), want, strict=True):
+            assert torch.equal(got, full[:tokens]), tokens
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 2000])

@@ -29,7 +29,7 @@ LAYERS = [
 
 
 def arguments(tokens: int, ratio: int, dim: int, fmt: str, hadamard: bool = False, seed: int = 0) -> tuple[Any, ...]:
-    """Tokens at random positions of a few requests, whose states are all there; the rest of the memory is NaN.
+    """Tokens at random positions of a few requests with all their states; the rest of the memory is NaN.
 
     A tenth of the tokens have no slot, a tenth close no group, and every request lacks a block.
     """
@@ -46,7 +46,7 @@ def arguments(tokens: int, ratio: int, dim: int, fmt: str, hadamard: bool = Fals
     state = state[:, :state_block].normal_(generator=generator)
     table = torch.randperm(REQUESTS * columns, device="cuda", generator=generator).int().view(REQUESTS, columns)
     table[:, 3] = -1
-    # Each token is a request of its own, which shares its pages with others.
+    # Each token is a separate request, which shares its pages with others.
     table = table[randint(0, REQUESTS, tokens)]
     capacity = max(tokens, 64)
     slots = torch.randperm(capacity, device="cuda", generator=generator)[:tokens]

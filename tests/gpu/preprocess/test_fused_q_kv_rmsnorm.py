@@ -20,9 +20,9 @@ def test_rows_are_neighbours_of_the_reference_at_most(
     tokens: int, q_size: int, kv_size: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator("cuda").manual_seed(tokens)
-    made = torch.randn(tokens, q_size + kv_size, device="cuda", generator=generator).to(dtype) * 3
+    projection = torch.randn(tokens, q_size + kv_size, device="cuda", generator=generator).to(dtype) * 3
     weights = [torch.randn(n, device="cuda", generator=generator) for n in (q_size, kv_size)]
-    args = made[:, :q_size], made[:, q_size:], weights[0].bfloat16(), weights[1], EPS
+    args = projection[:, :q_size], projection[:, q_size:], weights[0].bfloat16(), weights[1], EPS
     got, want = kernels.fused_q_kv_rmsnorm(*args), REFERENCES["fused_q_kv_rmsnorm"](*args)
     assert disagreement(got, want) == ""
 
@@ -36,14 +36,14 @@ def test_the_longest_row_fits() -> None:
 
 def test_a_captured_launch_follows_its_inputs() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
-    made = torch.randn(40, 1536, device="cuda", generator=generator).bfloat16()
-    args = made[:, :1024], made[:, 1024:], made[0, :1024].clone(), made[1, :512].clone(), EPS
+    projection = torch.randn(40, 1536, device="cuda", generator=generator).bfloat16()
+    args = projection[:, :1024], projection[:, 1024:], projection[0, :1024].clone(), projection[1, :512].clone(), EPS
     kernels.fused_q_kv_rmsnorm(*args)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = kernels.fused_q_kv_rmsnorm(*args)
-    made.copy_(torch.randn(made.shape, device="cuda", generator=generator))
+    projection.copy_(torch.randn(projection.shape, device="cuda", generator=generator))
     graph.replay()
     for got, want in zip(captured, kernels.fused_q_kv_rmsnorm(*args), strict=True):
         assert torch.equal(got, want)

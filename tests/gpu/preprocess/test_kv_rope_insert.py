@@ -31,8 +31,8 @@ def test_every_byte_is_the_reference(tokens: int, fmt: str) -> None:
     if fmt == "fp8":
         args += (torch.tensor([0.0371], device="cuda"),)  # type: ignore[assignment]
     got, want = (
-        stored(each, layout.allocate_cache(fmt, PAGES, BLOCK, device="cuda"), *args)
-        for each in (kernel.kv_rope_insert, REFERENCE)
+        stored(insert, layout.allocate_cache(fmt, PAGES, BLOCK, device="cuda"), *args)
+        for insert in (kernel.kv_rope_insert, REFERENCE)
     )
     assert same_bytes(got, want)
 
@@ -49,8 +49,8 @@ def test_other_dims_and_dtypes(dim: int, rope: int, dtype: torch.dtype) -> None:
     _, kv, slots, positions = inputs(77, 3, dim, pages=1)
     args = kv.to(dtype), slots, positions, rope_table(rope), BLOCK, "plain"
     got, want = (
-        stored(each, torch.zeros(1, BLOCK, dim, dtype=dtype, device="cuda"), *args)
-        for each in (kernel.kv_rope_insert, REFERENCE)
+        stored(insert, torch.zeros(1, BLOCK, dim, dtype=dtype, device="cuda"), *args)
+        for insert in (kernel.kv_rope_insert, REFERENCE)
     )
     assert same_bytes(got, want)
 
@@ -60,10 +60,10 @@ def test_70_000_tokens_and_a_cache_of_more_than_2_31_bytes() -> None:
     pages = layout.cdiv(70_000, BLOCK)
     slots = torch.randperm(pages * BLOCK, device="cuda", generator=generator(2))[:70_000]
     results = []
-    for each in (kernel.kv_rope_insert, REFERENCE):
+    for insert in (kernel.kv_rope_insert, REFERENCE):
         cache, added = behind_2_31_bytes(layout.allocate_cache("fp8_ds_mla", pages, BLOCK, device="cuda"))
         args = kv, moved(slots, added * BLOCK), positions, rope_table(), BLOCK, "fp8_ds_mla"
-        results.append(stored(each, cache, *args))
+        results.append(stored(insert, cache, *args))
     assert same_bytes(*results)
 
 

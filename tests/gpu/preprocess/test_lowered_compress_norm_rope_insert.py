@@ -21,7 +21,7 @@ PER_TOKEN = (1, 2, 3, 4, 5)
 
 
 def split(args: tuple[Any, ...]) -> tuple[list[Any], Callable[..., Any]]:
-    """Tensors of a call, and what calls an op with them and the rest."""
+    """Split a call into its tensors and a function that calls an op with them and the other arguments."""
     tensors = [*args[:TENSORS], args[15]] if args[15] is not None else list(args[:TENSORS])
 
     def call(op: Any, *given: Any) -> None:

@@ -43,16 +43,17 @@ def cast(op: Any, projection: Tensor, q_weight: Tensor, kv_weight: Tensor) -> tu
 def test_what_is_computed_in_the_same_kernel_is_read_rounded() -> None:
     args = inputs(4096)
     pairs = zip(as_ir(OP, cast)(*args), cast(torch.ops.dsv4.fused_q_kv_rmsnorm, *args), strict=True)
-    # A sum in another order moves about one element in 2^15 to its neighbour; unrounded inputs would move a quarter.
+    # A sum in a different order moves about one element in 2^15 to its neighbour; unrounded inputs would move a
+    # quarter.
     assert all((got != want).float().mean() < 1e-3 for got, want in pairs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes_and_lengths(dtype: torch.dtype) -> None:
     def small(tokens: int) -> list[Tensor]:
-        made = inputs(tokens, 97, 64, dtype)
+        tensors = inputs(tokens, 97, 64, dtype)
         # float16 has no room for the large values.
-        return [made[0].nan_to_num(0, 1, -1), *made[1:]]
+        return [tensors[0].nan_to_num(0, 1, -1), *tensors[1:]]
 
     assert_equals_reference(OP, call, small, (9, 300), dynamic=(0,))
 

@@ -16,7 +16,7 @@ CAPACITY = PAGES * WINDOW_BLOCK
 
 
 def inputs(tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Rows of zeros and of small and large values; slots of padding, whose rows are NaN."""
+    """Rows of zeros and of small and large values; slots of padding with rows of NaN."""
     generator = torch.Generator("cuda").manual_seed(tokens)
     k = torch.randn(tokens, HEAD_DIM + 64, device="cuda", generator=generator).to(dtype)[:, 32:-32] * 3
     k[1::7], k[2::7], k[3::7] = 0, k[2::7] * 1e-20, k[3::7] * 1e20

@@ -15,7 +15,7 @@ OP = "save_partial_states"
 
 
 def inputs(tokens: int, ratio: int = 4, head_dim: int = 512, pages: int = 2048) -> list[Tensor]:
-    """Columns of a projection; slots of padding, whose rows are NaN; positions that are padding."""
+    """Columns of a projection; slots of padding with rows of NaN; positions that are padding."""
     generator = torch.Generator("cuda").manual_seed(tokens)
     width, block = state_width(ratio, head_dim), state_block_size(ratio)
     kv_score = torch.randn(tokens, width + 64, device="cuda", generator=generator)[:, 32:-32]

@@ -26,7 +26,7 @@ REFERENCE, LAUNCHER = REFERENCES["preprocess_insert"], launcher("preprocess_inse
 REQUESTS, MAX_LEN = 5, 1024
 FLASH: dict[str, Any] = {"dim": 512, "rope_dim": 64, "key_dim": 128, "dtype": torch.bfloat16, "latent": 1024}
 ROUNDED: dict[str, Any] = {"dtype": torch.float32, "rounded": torch.bfloat16}
-"""Float32 weights, as those of transformers' norms, beside a projection that is rounded."""
+"""Float32 weights, as those of transformers' norms, and a projection that is rounded."""
 KINDS: dict[str, dict[str, Any]] = {
     "swa": {**FLASH, "ratio": 0, "fmt": "fp8_ds_mla"},
     "hca": {**FLASH, "ratio": 128, "fmt": "fp8_ds_mla", "latent": 1536},
@@ -42,7 +42,7 @@ NEIGHBOURS = Tolerance(abs=1e-5, rel=1.01 / 128, cosine=1e-6)
 
 
 class Step:
-    """Chunks of several requests, from anywhere in a group, over caches whose older states are all there."""
+    """Chunks of several requests, from anywhere in a group, over caches with all older states."""
 
     def __init__(self, kind: str, tokens: int, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -160,7 +160,7 @@ def test_a_captured_launch_follows_its_inputs(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["hca", "csa"])
 def test_a_hundred_runs_are_equal_bit_for_bit(kind: str) -> None:
-    """A pool that read what another program writes, or parts before they are there, would differ now and then."""
+    """A pool that read words while a second program writes them, or partial sums too early, would differ at times."""
     step = Step(kind, 3000)
     want, caches = step.run(LAUNCHER)
     for _ in range(100):
@@ -170,7 +170,7 @@ def test_a_hundred_runs_are_equal_bit_for_bit(kind: str) -> None:
 
 
 def far_away(kind: str, tokens: int, context: int) -> list[Any]:
-    """The arguments of a step of the benchmark, every cache of which is larger than an int32 counts bytes."""
+    """The arguments of a step of the benchmark, with caches of more than 2^31 bytes each."""
     step = steps.StepInputs(DeepseekV4Config.flash(), tokens, context, torch.device("cuda"), 0)
     ratio = scenario.KINDS[kind]
     args = list(scenario.build(step, ratio))

@@ -24,7 +24,7 @@ SMALL = pytest.mark.parametrize("kind", ["swa", "hca", "csa"])
 
 
 FEW_TIES, TIES = 2, 1e-5
-"""Values that may be neighbours: squares are added in another order, and a latent rounds to its neighbour."""
+"""Values that may be neighbours: squares are added in a different order, and a latent rounds to its neighbour."""
 
 
 def check(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:

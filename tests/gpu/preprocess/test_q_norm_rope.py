@@ -27,12 +27,12 @@ def rope_table(rope_dim: int = layout.ROPE_DIM) -> Tensor:
 
 def inputs(tokens: int, heads: int, dim: int = layout.HEAD_DIM, pages: int = 64) -> tuple[Tensor, ...]:
     """Queries, keys, slots (some of them none), positions; queries and keys are slices of one projection."""
-    made = torch.randn(tokens, (heads + 1) * dim, device="cuda", generator=generator(tokens)).bfloat16() * 3
+    projection = torch.randn(tokens, (heads + 1) * dim, device="cuda", generator=generator(tokens)).bfloat16() * 3
     slots = torch.randperm(max(pages * BLOCK, tokens), device="cuda", generator=generator(2))[:tokens]
     slots[::5] = -1
     slots[3::7] = pages * BLOCK + 5
     positions = torch.randint(-2, MAX_POS + 2, (tokens,), device="cuda", generator=generator(3))
-    return made[:, : heads * dim].unflatten(1, (heads, dim)), made[:, heads * dim :], slots, positions
+    return projection[:, : heads * dim].unflatten(1, (heads, dim)), projection[:, heads * dim :], slots, positions
 
 
 def same_bytes(got: Tensor, want: Tensor) -> bool:
@@ -75,7 +75,7 @@ def test_scales_divide_as_the_reference_does() -> None:
         got = launcher("q_norm_rope_kv_insert")(q, kv, caches[0], *rest)
         want = REFERENCES["q_norm_rope_kv_insert"](q, kv, caches[1], *rest)
         assert same_bytes(caches[0], caches[1])
-        # Normed values that are summed in another order may round to the neighbouring e4m3 value.
+        # Normed values that are summed in a different order may round to the neighbouring e4m3 value.
         flipped = (got.view(torch.uint8) != want.view(torch.uint8)).float().mean()
         assert flipped < 1e-3
         assert (got.float() - want.float()).abs().max() <= 32

@@ -25,11 +25,11 @@ SHADOW = "shadow:ShadowForCausalLM"
 REPEATS = 4
 """Pairs of calls for each number of requests."""
 FEW = 4
-"""Tokens of a step up to which its rows are counted as decoded: one of each request."""
+"""Most tokens of a step with rows that count as decoded: one of each request."""
 SLOWEST = 8
 """Kernels by name that are listed with their times."""
 SELECTS_FROM = 4 * 512 + 3
-"""First position with more than 512 entries of ratio 4, of which the indexer selects 512."""
+"""First position with more than 512 entries of ratio 4; the indexer selects 512 of them."""
 
 
 def main(path: str) -> None:
@@ -68,9 +68,9 @@ def replayed(llm: Any, prompts: list[list[int]], job: dict[str, Any]) -> dict[st
     import replay
 
     runner = serve.runner_of(llm)
-    with replay.replays(runner, runner.get_model().model) as found:
+    with replay.replays(runner, runner.get_model().model) as counts:
         serve.serve(llm, prompts, job, "")
-    return asdict(found) | {"sizes": sorted(found.sizes)}
+    return asdict(counts) | {"sizes": sorted(counts.sizes)}
 
 
 def shadowed(llm: Any, prompts: list[list[int]], job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -88,8 +88,8 @@ def summary(steps: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
 
     "prefilled" and "decoded" are rows that attend every entry; of "selected" the indexer has chosen some.
     """
-    positions, errors = (torch.cat(part) for part in zip(*steps, strict=True))
-    few = torch.cat([torch.full(each.shape, each.numel() <= FEW) for each, _ in steps])
+    positions, errors = (torch.cat(values) for values in zip(*steps, strict=True))
+    few = torch.cat([torch.full(row_errors.shape, row_errors.numel() <= FEW) for row_errors, _ in steps])
     deep = positions >= SELECTS_FROM
     row: dict[str, Any] = {"rows": errors.numel(), "mean": round(float(errors.mean()), 5)}
     for kind, chosen in {"prefilled": ~few & ~deep, "decoded": few & ~deep, "selected": deep}.items():
@@ -125,20 +125,20 @@ def step_times(llm: Any, prompts: list[list[int]], steps: int) -> dict[str, Any]
 
 def kernels(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
     """Return the kernels of the model in one decode step of the prompts, without logits and sampler, and their ms."""
-    runner, found = serve.runner_of(llm), list[list[Node]]()
+    runner, launches = serve.runner_of(llm), list[list[Node]]()
     plain = runner._model_forward
 
     def forward(**kwargs: Any) -> Any:
-        if kwargs["positions"].shape[0] <= FEW and not found:
-            found.append(nodes(lambda: plain(**kwargs)))  # a step that is run again writes what it wrote
+        if kwargs["positions"].shape[0] <= FEW and not launches:
+            launches.append(nodes(lambda: plain(**kwargs)))  # a step that is run again writes what it wrote
         return plain(**kwargs)
 
     runner._model_forward = forward
     serve.generate(llm, prompts, 4)
     runner._model_forward = plain
-    ms = round(sum(node.us for node in found[0]) / 1e3, 3)
-    slowest = [[name[:80], count, us] for name, count, us in by_name(found[0])[:SLOWEST]]
-    return {"kernels": len(found[0]), "kernels_ms": ms, "slowest": slowest}
+    ms = round(sum(node.us for node in launches[0]) / 1e3, 3)
+    slowest = [[name[:80], count, us] for name, count, us in by_name(launches[0])[:SLOWEST]]
+    return {"kernels": len(launches[0]), "kernels_ms": ms, "slowest": slowest}
 
 
 if __name__ == "__main__":

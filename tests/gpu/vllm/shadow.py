@@ -1,4 +1,4 @@
-"""vLLM's own attention with the plug-in's beside it: on the same hidden states, on caches of its own in vLLM.
+"""vLLM's own attention with the plug-in's next to it: on the same hidden states, on separate caches in vLLM.
 
 The rows of vLLM's go on to the next layer, so every layer compares what both make of the same input, and errors do not
 add up over layers. Eager alone: errors are kept in Python.
@@ -23,7 +23,7 @@ _CHOSEN = getattr(plugin.base, _compat.model_file().attention)
 
 
 class ShadowAttention(Attention):
-    """The plug-in's attention beside vLLM's, whose rows it returns. `errors` fills once `recording` is set."""
+    """The plug-in's attention next to vLLM's; returns the rows of vLLM's. `errors` fills once `recording` is set."""
 
     recording = False
 
@@ -52,7 +52,7 @@ class ShadowAttention(Attention):
 
 
 class ShadowModel(ModelWith):
-    """The plug-in's model with both attentions, each of which gets its weights."""
+    """The plug-in's model with both attentions; each gets its weights."""
 
     attention_class = ShadowAttention
 
