@@ -1,4 +1,4 @@
-"""examples/benchmarks/against.py: kernels of another checkout compared with ours, in one process."""
+"""examples/benchmarks/against.py: kernels of a second checkout compared with ours, in one process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_launchers_of_a_wide_op_take_its_arguments_in_either_form(against: Modul
 def test_graphs_are_replayed_in_turn_and_compared_round_by_round(
     against: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU whose clock rises, only times of one round are comparable."""
+    """While the clock of a GPU rises, only times of one round are comparable."""
     replayed: list[str] = []
 
     def replay_us(graph: Any) -> float:
@@ -70,11 +70,11 @@ def test_graphs_are_replayed_in_turn_and_compared_round_by_round(
 
     monkeypatch.setattr(against, "graph_of", lambda call, calls: Replayed(call(), calls))
     monkeypatch.setattr(against, "replay_us", replay_us)
-    found = against.in_turn({"ours": lambda: "ours", "quick": lambda: "quick", "same": lambda: "same"}, 5)
-    assert found["quick_faster"] == 1.0 and found["same_faster"] == 0.6
-    timed = [(place, name) for place, name in enumerate(replayed[-15:], len(replayed) - 14)]
-    ours = statistics.median(1000 - place for place, name in timed if name == "ours")
-    assert found["ours_us"] == ours and 0.4 * ours < found["quick_us"] < 0.6 * ours
+    times = against.in_turn({"ours": lambda: "ours", "quick": lambda: "quick", "same": lambda: "same"}, 5)
+    assert times["quick_faster"] == 1.0 and times["same_faster"] == 0.6
+    timed = [(us, name) for us, name in enumerate(replayed[-15:], len(replayed) - 14)]
+    ours = statistics.median(1000 - us for us, name in timed if name == "ours")
+    assert times["ours_us"] == ours and 0.4 * ours < times["quick_us"] < 0.6 * ours
     assert [name for _, name in timed[:6]] == ["ours", "quick", "same", "same", "quick", "ours"]
 
 

@@ -1,4 +1,4 @@
-"""examples/benchmarks/around_attention.py: three records in a given time, and what there was no time for."""
+"""examples/benchmarks/around_attention.py: three records in a given time, and the rows that there was no time for."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def test_a_limit_skips_the_part_without_its_column(limits: dict[str, set[str]], 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pools, one number of tokens, and samples that are enough for tests."""
-    for part, settings in ((sparse_mla_decode, {"pool": 512}), (sparse_mla_prefill, {})):
-        monkeypatch.setattr(part, "problems", partial(part.problems, tokens=(2,), **settings))
+    for scenario, settings in ((sparse_mla_decode, {"pool": 512}), (sparse_mla_prefill, {})):
+        monkeypatch.setattr(scenario, "problems", partial(scenario.problems, tokens=(2,), **settings))
     monkeypatch.setattr(timing, "_MAX_REPEATS", 2)
 
 

@@ -53,25 +53,25 @@ def test_a_cold_time_of_its_own_is_divided_by_the_repeats_and_not_changed_otherw
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(timing, "measure", lambda *_, clock, **__: timing.Timing(24.0, None, clock))
-    given: list[Any] = []
+    calls: list[Any] = []
 
     def time_cold(call: Callable[..., Any], args: Any) -> timing.ColdTime:
-        given.append((call, args))
+        calls.append((call, args))
         return timing.ColdTime(36.0, 0.5)
 
     of = replace(problem(same=lambda: double), time_cold=time_cold, repeats=4, clock="stream")
     (row,) = runner.rows_of(of, {}, CPU)
     assert (row["us"], row["cold_us"], row["empty_pair_us"], row["clock"]) == (6.0, 9.0, 0.5, "stream")
-    assert given[0][0] is double and torch.equal(given[0][1][0], problem().make(0)[0])
+    assert calls[0][0] is double and torch.equal(calls[0][1][0], problem().make(0)[0])
 
 
 def test_arguments_are_arranged_for_an_implementation_before_it_is_compared_and_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given: list[Any] = []
+    measured: list[Any] = []
 
     def measure(call: Any, sets: Any, device: Any, *, cold: bool, clock: str) -> timing.Timing:
-        given.append((call is double, sets[0][0].tolist(), cold, clock))
+        measured.append((call is double, sets[0][0].tolist(), cold, clock))
         return timing.Timing(24.0, None, clock)
 
     monkeypatch.setattr(timing, "measure", measure)
@@ -87,7 +87,7 @@ def test_arguments_are_arranged_for_an_implementation_before_it_is_compared_and_
         differs_of={"waits": loose},
     )
     assert [(row["impl"], row["status"]) for row in runner.rows_of(of, {}, CPU)] == [("same", "ok"), ("waits", "ok")]
-    assert given == [(True, [1.0] * 4, True, ""), (False, [0.5] * 4, True, "stream")]
+    assert measured == [(True, [1.0] * 4, True, ""), (False, [0.5] * 4, True, "stream")]
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_arguments_are_arranged_for_an_implementation_before_it_is_compared_and_
     ids=["a value", "an argument not written", "NaN", "dtype", "strides", "a result too many"],
 )
 def test_a_wrong_result_gets_no_number(wrong: Callable[..., Any]) -> None:
-    found = rows(wrong=lambda: wrong, right=lambda: double)
-    assert (found["wrong"]["status"], found["wrong"]["us"]) == ("wrong", None)
-    assert found["wrong"]["note"].startswith("result ")
-    assert found["right"]["us"] > 0
+    by_impl = rows(wrong=lambda: wrong, right=lambda: double)
+    assert (by_impl["wrong"]["status"], by_impl["wrong"]["us"]) == ("wrong", None)
+    assert by_impl["wrong"]["note"].startswith("result ")
+    assert by_impl["right"]["us"] > 0
 
 
 def test_all_are_prepared_and_compared_before_the_first_is_timed() -> None:
@@ -166,9 +166,9 @@ def without_gpu() -> Callable[..., Any]:
 def test_an_unavailable_implementation_says_why_and_the_others_are_timed(
     prepare: Callable[[], Callable[..., Any]], note: str
 ) -> None:
-    found = rows(gone=prepare, right=lambda: double)
-    assert (found["gone"]["status"], found["gone"]["note"], found["gone"]["us"]) == ("unavailable", note, None)
-    assert found["right"]["us"] > 0
+    by_impl = rows(gone=prepare, right=lambda: double)
+    assert (by_impl["gone"]["status"], by_impl["gone"]["note"], by_impl["gone"]["us"]) == ("unavailable", note, None)
+    assert by_impl["right"]["us"] > 0
 
 
 def illegal(*args: Any) -> Any:
@@ -176,10 +176,10 @@ def illegal(*args: Any) -> Any:
 
 
 def test_a_fault_is_named_and_not_unavailable() -> None:
-    found = rows(bad=lambda: illegal, right=lambda: double)
+    by_impl = rows(bad=lambda: illegal, right=lambda: double)
     note = "RuntimeError: CUDA error: an illegal memory access was encountered"
-    assert (found["bad"]["status"], found["bad"]["note"], found["bad"]["us"]) == ("failed", note, None)
-    assert found["right"]["us"] > 0
+    assert (by_impl["bad"]["status"], by_impl["bad"]["note"], by_impl["bad"]["us"]) == ("failed", note, None)
+    assert by_impl["right"]["us"] > 0
 
 
 def test_a_fault_while_it_is_timed_is_named_too() -> None:
@@ -189,9 +189,9 @@ def test_a_fault_while_it_is_timed_is_named_too() -> None:
         calls.append(1)
         return double(x, out) if len(calls) == 1 else illegal()
 
-    found = rows(late=lambda: once, right=lambda: double)
-    assert found["late"]["status"] == "failed" and found["late"]["note"].startswith("RuntimeError: CUDA error")
-    assert found["late"]["us"] is None and found["right"]["us"] > 0
+    by_impl = rows(late=lambda: once, right=lambda: double)
+    assert by_impl["late"]["status"] == "failed" and by_impl["late"]["note"].startswith("RuntimeError: CUDA error")
+    assert by_impl["late"]["us"] is None and by_impl["right"]["us"] > 0
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -204,9 +204,9 @@ def test_an_implementation_that_loses_the_device_is_the_last_row(monkeypatch: py
         return double(x, out) if late and len(calls) == 1 else illegal()
 
     monkeypatch.setattr(runner, "_is_lost", lambda device: len(calls) > late)
-    found = rows(first=lambda: double, bad=lambda: bad, after=lambda: double)
-    assert list(found) == (["first", "bad"] if late else ["bad"])
-    assert "illegal memory access" in found["bad"]["note"] and found["bad"]["status"] == "failed"
+    by_impl = rows(first=lambda: double, bad=lambda: bad, after=lambda: double)
+    assert list(by_impl) == (["first", "bad"] if late else ["bad"])
+    assert "illegal memory access" in by_impl["bad"]["note"] and by_impl["bad"]["status"] == "failed"
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -222,11 +222,11 @@ def test_a_run_ends_with_a_record_when_its_device_is_lost(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(runner, "_is_lost", lambda device: lost)
     monkeypatch.setattr(timing, "copy_rate", lambda device: pytest.fail("used the device") if lost else 1e9)
-    kept: list[dict[str, Any]] = []
-    record = bench.run("mine", device=CPU, modules=[Scenario], so_far=kept.append)
+    saved: list[dict[str, Any]] = []
+    record = bench.run("mine", device=CPU, modules=[Scenario], so_far=saved.append)
     statuses = [row["status"] for row in record["rows"]]
     assert statuses == (["failed"] if lost else ["failed", "ok"])
-    assert len(kept) == len(statuses)
+    assert len(saved) == len(statuses)
 
 
 def test_a_cold_figure_needs_more_data_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,8 +300,8 @@ def test_a_run_waits_for_its_turn_once_before_it_measures(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("tiny")
 def test_arguments_of_a_seed_repeat_in_fresh_memory() -> None:
-    for found in preprocess.problems(CPU, {"tokens": {"5"}}):
-        first, again, other = ([a for a in found.make(seed) if isinstance(a, Tensor)] for seed in (0, 0, 1))
+    for problem in preprocess.problems(CPU, {"tokens": {"5"}}):
+        first, again, other = ([a for a in problem.make(seed) if isinstance(a, Tensor)] for seed in (0, 0, 1))
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         assert all(a.data_ptr() != b.data_ptr() for a, b in zip(first, again, strict=True))
         assert any(not torch.equal(a, b) for a, b in zip(first, other, strict=True))
@@ -357,8 +357,8 @@ def test_a_record_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_rows_are_on_disk_with_their_dates_when_they_are_yielded(tmp_path: Path) -> None:
     record: dict[str, Any] = {"scenario": "one", "rows": []}
-    found = bench.record.collect(record, iter([{"us": 1.0}, {"us": 2.0}]), tmp_path / "made")
-    for count, row in enumerate(found, 1):
-        kept = json.loads((tmp_path / "made" / "one.json").read_text())
-        assert kept == record and len(kept["rows"]) == count and kept["rows"][-1] == row
+    yielded = bench.record.collect(record, iter([{"us": 1.0}, {"us": 2.0}]), tmp_path / "made")
+    for count, row in enumerate(yielded, 1):
+        saved = json.loads((tmp_path / "made" / "one.json").read_text())
+        assert saved == record and len(saved["rows"]) == count and saved["rows"][-1] == row
         assert row["date"] and row["commit"] == "unknown"

@@ -28,11 +28,11 @@ def layer_of(problem: bench.Problem) -> chain_layers.ChainLayer:
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize("kind", chain.LAYERS)
 def test_the_ops_agree_with_plain_pytorch(kind: str, tokens: int) -> None:
-    """20 tokens are more than a CPU has requests for: a chunk of a prompt, in which some tokens close a group."""
-    whole, projections = found(tokens, layer=kind)
-    assert (whole.op, projections.op) == ("chain", "projections")
-    want = gate.outputs(whole.reference, whole.make(0), whole.written)
-    got = gate.outputs(layer_of(whole).in_ops, whole.make(0), whole.written)
+    """20 tokens are more than a CPU has requests for: a chunk of a prompt with some tokens that close a group."""
+    layer, projections = found(tokens, layer=kind)
+    assert (layer.op, projections.op) == ("chain", "projections")
+    want = gate.outputs(layer.reference, layer.make(0), layer.written)
+    got = gate.outputs(layer_of(layer).in_ops, layer.make(0), layer.written)
     assert chain.differs(got, want) == ""
     assert all(x.any() for x in want)
     stacked = projections.implementations["stacked"]()(*projections.make(0))
@@ -41,8 +41,8 @@ def test_the_ops_agree_with_plain_pytorch(kind: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("kind", chain.LAYERS)
 def test_a_wrong_result_is_found_wherever_it_is(kind: str) -> None:
-    (whole,) = found(3, layer=kind, op="chain")
-    want = gate.outputs(whole.reference, whole.make(0), whole.written)
+    (layer,) = found(3, layer=kind, op="chain")
+    want = gate.outputs(layer.reference, layer.make(0), layer.written)
     for index, right in enumerate(want):
         for wrong in (right.flip(0), torch.zeros_like(right)):
             if not torch.equal(wrong, right):
@@ -66,17 +66,17 @@ def test_arguments_of_a_seed_repeat() -> None:
 
 @pytest.mark.parametrize("kind", chain.LAYERS)
 def test_plain_pytorch_is_one_graph(kind: str) -> None:
-    (whole,) = found(3, layer=kind, op="chain")
-    compiled = torch.compile(whole.reference, backend="aot_eager", fullgraph=True)
+    (layer,) = found(3, layer=kind, op="chain")
+    compiled = torch.compile(layer.reference, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
-        got = gate.outputs(compiled, whole.make(0), whole.written)
-    assert chain.differs(got, gate.outputs(whole.reference, whole.make(0), whole.written)) == ""
+        got = gate.outputs(compiled, layer.make(0), layer.written)
+    assert chain.differs(got, gate.outputs(layer.reference, layer.make(0), layer.written)) == ""
 
 
 def test_the_backend_compiles_the_ops_and_the_result_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_MAX_REPEATS", 2)
-    (whole,) = found(3, layer="SWA", op="chain")
+    (layer,) = found(3, layer="SWA", op="chain")
     with torch.no_grad():
-        (row,) = rows_of(whole, {"impl": {"dsv4"}}, CPU)
+        (row,) = rows_of(layer, {"impl": {"dsv4"}}, CPU)
     assert (row["status"], row["note"]) == ("ok", "")
     assert row["us"] > 0

@@ -19,7 +19,7 @@ def test_compile_times_are_of_a_prompt_and_of_steps() -> None:
         return gm
 
     torch.compiler.reset()
-    found = runpy.run_path(str(EXAMPLE))["measure"](2, torch.device("cpu"), {}, 40, backend)
+    row = runpy.run_path(str(EXAMPLE))["measure"](2, torch.device("cpu"), {}, 40, backend)
     assert len(graphs) == 2
-    assert found["compile_s"] > found["prompt_s"] > 0 < found["steps_s"]
-    assert found["host_mib"] > 100
+    assert row["compile_s"] > row["prompt_s"] > 0 < row["steps_s"]
+    assert row["host_mib"] > 100

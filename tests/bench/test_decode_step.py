@@ -40,12 +40,12 @@ def found(**only: str) -> list[bench.Problem]:
 @pytest.mark.parametrize("impl", ["dsv4", "graph", "graph side stream"])
 def test_a_checkout_that_is_not_installed_is_measured_too(impl: str) -> None:
     """torch does not know its backend by name."""
-    given: list[dict[str, Any]] = []
-    step = mock.Mock(**{"compiled.side_effect": lambda **options: given.append(options)})
+    calls: list[dict[str, Any]] = []
+    step = mock.Mock(**{"compiled.side_effect": lambda **options: calls.append(options)})
     step.with_side_stream.return_value = step
     prepare, _ = decode_step._prepared(step, impl, [1])
     prepare(1, False)
-    assert given == [{"backend": dsv4}]
+    assert calls == [{"backend": dsv4}]
 
 
 @pytest.mark.parametrize("weights", decode_step.WEIGHTS)
@@ -59,7 +59,7 @@ def test_replays_of_a_step_agree_with_the_ops_and_are_timed(weights: str) -> Non
 
 
 class Events:
-    """A timer whose flushes and events are a list of names."""
+    """A timer that records its flushes and events as a list of names."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -145,7 +145,7 @@ def test_a_wrong_step_is_found() -> None:
 
 
 def moved(want: torch.Tensor, tokens: slice, distance: float) -> list[torch.Tensor]:
-    """Move some tokens by `distance` times their norm, in a direction of its own each."""
+    """Move some tokens by `distance` times their norm, each in a different direction."""
     got, step = want.clone(), torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
     step -= (step * want).sum(-1, keepdim=True) / want.square().sum(-1, keepdim=True) * want
     got[tokens] += (step / step.norm(dim=-1, keepdim=True) * want.norm(dim=-1, keepdim=True) * distance)[tokens]
@@ -200,12 +200,12 @@ def test_the_cost_of_a_layer_is_its_weights_and_what_its_request_attends(fp8: bo
 
 def test_few_requests_close_a_group_if_their_groups_end_apart() -> None:
     flash = DeepseekV4Config.flash().with_layers(128)
-    together, apart = (decode_stages.stage_costs(flash, 0, False, 256, 16384, each) for each in (False, True))
+    together, apart = (decode_stages.stage_costs(flash, 0, False, 256, 16384, spread) for spread in (False, True))
     assert together["insert"].bytes > 20 * apart["insert"].bytes
     assert all(together[stage] == apart[stage] for stage in together if stage != "insert")
     step = decode_layers.DecodeStep.build(TINY.with_layers(128, 4), False, 130, 512, CPU)
-    for each, closing in ((False, (130, 130)), (True, (2, 33))):
-        step.load(130, each)
+    for spread, closing in ((False, (130, 130)), (True, (2, 33))):
+        step.load(130, spread)
         written = [int((step.buffers.tensors[f"{group}_slots"] >= 0).sum()) for group in ("c128", "c4")]
         assert tuple(written) == closing
 
@@ -222,8 +222,8 @@ def test_peers_are_compared_with_the_steps_of_the_most_work() -> None:
 def test_the_host_time_of_each_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(1e-3))
     calls = itertools.count()
-    found = nodes.host_us(lambda: time.sleep(2e-3) if next(calls) % 25 == 0 else None)
-    assert 0 <= found["host_us"] < 1000 <= found["host_p99_us"]
+    times = nodes.host_us(lambda: time.sleep(2e-3) if next(calls) % 25 == 0 else None)
+    assert 0 <= times["host_us"] < 1000 <= times["host_p99_us"]
 
 
 def test_the_overlap_of_two_kernels_counts_once() -> None:
@@ -236,7 +236,7 @@ def test_nodes_are_found_by_layer_and_by_stage() -> None:
     assert nodes.repeated(["batch_metadata_kernel", *csa * 3], 3) == (1, 10)
     assert nodes.repeated(["batch_metadata_kernel", *csa, *reversed(csa)], 2) == (0, 0)
     times = decode_stages.stage_times([nodes.Node(name, 1.0) for name in csa])
-    assert {stage: len(own) for stage, own in times.items()} == {
+    assert {stage: len(kernels) for stage, kernels in times.items()} == {
         "of hidden": 1,
         "insert": 1,
         "of latent": 1,

@@ -1,4 +1,4 @@
-"""Scenarios `router` and `experts`: costs of what is touched, and gates that find a wrong result."""
+"""Scenarios `router` and `experts`: costs of the bytes that are touched, and gates that find a wrong result."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_marlin_gets_repacked_weights_and_the_limit(monkeypatch: pytest.MonkeyPa
         """Dequantise in place of the repacking."""
         assert layer.params_dtype is torch.bfloat16 and biases == (None, None)
         pairs = (w13, w13_scale), (w2, w2_scale)
-        wide = [torch.stack([dequantize_expert(*each) for each in zip(*pair, strict=True)]) for pair in pairs]
+        wide = [torch.stack([dequantize_expert(*expert) for expert in zip(*pair, strict=True)]) for pair in pairs]
         return *wide, w13_scale, w2_scale, None, None
 
     def fused(

@@ -1,4 +1,4 @@
-"""Tables of figures in README and docs are what their records give, and a record that no page shows is not kept."""
+"""Tables of figures in README and docs follow from their records, and a record that no page shows is not kept."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def results(tmp_path: Path) -> Path:
 def change(results: Path, record: str, **columns: Any) -> dict[str, Any]:
     """Change the first row of a record that has these columns, and return it."""
     path = results / figures.RECORDS[record]
-    found = json.loads(path.read_text())
-    row = next(row for row in found["rows"] if all(row.get(name) == value for name, value in columns.items()))
+    record_json = json.loads(path.read_text())
+    row = next(row for row in record_json["rows"] if all(row.get(name) == value for name, value in columns.items()))
     row |= {"us": 1234.4, "cold_us": 2345.4, "date": "2031-01-02T00:00:00+00:00", "commit": "0123abc"}
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(record_json))
     return row
 
 
@@ -42,11 +42,11 @@ def test_pages_show_what_their_records_give(page: Path) -> None:
 def test_every_table_and_every_record_is_shown_by_a_page() -> None:
     text = "".join(page.read_text() for page in PAGES)
     assert set(re.findall(r"<!-- figures: (\S+) -->", text)) == set(figures.FIGURES)
-    shown = {record for each in figures.FIGURES.values() for record in each.records}
+    shown = {record for figure in figures.FIGURES.values() for record in figure.records}
     assert shown == set(figures.RECORDS)
-    kept = {path.name for path in figures.RESULTS.iterdir()}
-    assert set(figures.RECORDS.values()) - {figures.RECORDS[name] for name in figures.ONCE_MEASURED} <= kept
-    assert kept <= set(figures.RECORDS.values())
+    files = {path.name for path in figures.RESULTS.iterdir()}
+    assert set(figures.RECORDS.values()) - {figures.RECORDS[name] for name in figures.ONCE_MEASURED} <= files
+    assert files <= set(figures.RECORDS.values())
 
 
 @pytest.mark.parametrize("page", [README, PERFORMANCE], ids=["README", "performance"])
@@ -92,7 +92,7 @@ def test_kernels_have_warm_and_cold_times_floors_and_peers(results: Path) -> Non
     row = change(results, "sparse_mla_decode", heads=128, fused="none", tokens=512, impl="triton")
     peer = change(results, "sparse_mla_decode", heads=128, fused="none", tokens=512, impl="flash_mla")
     lines = figures.block("kernels", README, results).split("\n")
-    (line,) = (each for each in lines if each.startswith("| decode attention, 128 heads"))
+    (line,) = (text for text in lines if text.startswith("| decode attention, 128 heads"))
     _, tokens, warm, cold, floor, peers = line.strip("| ").split(" | ")
     assert tokens.endswith("/ 512") and warm.endswith("/ 1,234") and cold.endswith("/ 2,345")
     assert floor.endswith(f"/ {row['floor_us']:.0f}") and peers.startswith("FlashMLA ") and peers.endswith("/ 1,234")

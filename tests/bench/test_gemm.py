@@ -103,7 +103,7 @@ def test_a_wrong_quantised_gemm_gets_no_number(wrong: Callable[..., tuple[Tensor
     want = problem.reference(*problem.make(0))
     assert problem.differs is not None
     assert problem.differs(want, want) == ""
-    # Another rounding may give a K-block the next scale.
+    # A different rounding may give a K-block the next scale.
     assert problem.differs([(want[0].float() / 2).to(want[0].dtype), want[1] * 2], want) == ""
     assert problem.differs(wrong(*want), want) != ""
 

@@ -75,14 +75,14 @@ def test_sums_of_the_score_are_exact() -> None:
 
 def test_other_contexts_are_measured_on_request() -> None:
     asked = {"context": {"4096", "131072"}, "topk": {"512"}}
-    found = [(p.op, p.params["context"]) for p in indexer.problems(CPU, asked, (1,))]
-    assert found == [(op, context) for op in indexer.SCORES for context in (4096, 131072)]
+    problems = [(p.op, p.params["context"]) for p in indexer.problems(CPU, asked, (1,))]
+    assert problems == [(op, context) for op in indexer.SCORES for context in (4096, 131072)]
     assert {p.params["context"] for p in indexer.problems(CPU, {}, (1,))} == {indexer.CONTEXT["cpu"]}
 
 
 def test_kernels_of_a_call_have_times_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [nodes.Node("score", 1.5), nodes.Node("select", 2.25), nodes.Node("score", 1.0)]
-    monkeypatch.setattr(nodes, "nodes", lambda call: found)
+    launches = [nodes.Node("score", 1.5), nodes.Node("select", 2.25), nodes.Node("score", 1.0)]
+    monkeypatch.setattr(nodes, "nodes", lambda call: launches)
     kernels = runner._kernels(lambda: None)
     assert kernels == {"score": 2.5, "select": 2.25}
     row = {"op": "indexer_topk_slots", "tokens": 8, "impl": "triton", "us": 5.0, "published_us": {}, "launches": 2}

@@ -19,7 +19,7 @@ LATER = "2027-01-01T00:00:00+00:00"
 
 @pytest.fixture
 def whole() -> dict[str, Any]:
-    """A record of a time before rows had dates and commits of their own."""
+    """Return a record from before rows had dates and commits."""
     facts = {"machine": "a GPU", "driver": "580", "torch": "2.11", "triton": "3.6", "python": "3.12"}
     row = {"op": "advance", "query": 1, "impl": "triton", "published_us": {}, "us": 2.0, "cold_us": None, "note": ""}
     row |= {"status": "ok", "clock": "cuda graph", "launches": 1, "bytes": 64, "flops": 0, "floor_us": 0.5}
@@ -40,8 +40,8 @@ def test_rows_keep_the_dates_and_commits_of_their_runs(
     whole: dict[str, Any], parts: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     paths = [tmp_path / f"{i}.json" for i in range(2)]
-    for path, part in zip(paths, parts, strict=True):
-        path.write_text(json.dumps(part))
+    for path, record in zip(paths, parts, strict=True):
+        path.write_text(json.dumps(record))
     merge = runpy.run_path(str(ROOT / "examples" / "benchmarks" / "merge.py"))["main"]
     assert merge([*map(str, paths), "--out", str(tmp_path), "--name", "both", *["--png"] * bench.can_draw()]) == 0
     assert (tmp_path / "both.png").exists() is bench.can_draw()

@@ -1,4 +1,5 @@
-"""Scenario `mhc`: costs are what its arguments hold, transformers' code agrees, and its gate finds a wrong result."""
+"""Scenario `mhc`: costs are the bytes of its arguments, transformers' code agrees, and its gate finds a wrong
+result."""
 
 from __future__ import annotations
 

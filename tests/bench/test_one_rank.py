@@ -1,4 +1,4 @@
-"""examples/benchmarks/one_rank.py: a rank without the others, on this CPU, and what its records say."""
+"""examples/benchmarks/one_rank.py: a rank without the others, on this CPU, and its records."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def record(folder: Path, part: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"one_rank_{part}.json").read_text())
-    assert found["collectives"].startswith("excluded: ") and found["commit"] and found["copy_gb_s"] > 0
-    assert all(row["date"] and row["commit"] for row in found["rows"])
-    return found
+    contents: dict[str, Any] = json.loads((folder / f"one_rank_{part}.json").read_text())
+    assert contents["collectives"].startswith("excluded: ") and contents["commit"] and contents["copy_gb_s"] > 0
+    assert all(row["date"] and row["commit"] for row in contents["rows"])
+    return contents
 
 
 def test_layers_of_each_kind_are_timed_beside_one_rank(
@@ -41,13 +41,13 @@ def test_layers_of_each_kind_are_timed_beside_one_rank(
     random_layers = decode_layers.random_layers
     monkeypatch.setattr(decode_layers, "random_layers", lambda *args: built.append(random_layers(*args)) or built[-1])
     assert script["main"](["--parts", "attention", "--ranks", "1,8", "--out", str(tmp_path), *TRIAL]) == 0
-    found = record(tmp_path, "attention")
+    attention = record(tmp_path, "attention")
     said = "python examples/benchmarks/one_rank.py --parts attention --ranks 1,8 --eager --tiny"
-    assert found["command"] == said, "without folders of this machine"
-    assert found["verdicts"] == [], "of batch 32"
-    rows = found["rows"]
+    assert attention["command"] == said, "without folders of this machine"
+    assert attention["verdicts"] == [], "of batch 32"
+    rows = attention["rows"]
     assert [(row["ranks"], row["layer"]) for row in rows] == [(n, kind) for n in (1, 8) for kind in script["MOST"]]
-    assert [[layer.config.num_heads for layer in each.layers] for each in built] == [[8]] * 3 + [[1]] * 3
+    assert [[layer.config.num_heads for layer in model.layers] for model in built] == [[8]] * 3 + [[1]] * 3
     for one, of_eight in zip(rows[:3], rows[3:], strict=True):
         assert one["status"] == of_eight["status"] == "ok", of_eight["note"]
         assert one["weights"] == "fp8" and one["of_one"] == 1
@@ -65,10 +65,12 @@ def test_steps_of_a_whole_rank_are_timed_beside_the_floor_of_its_weights(
         sizes = ["--layers", "2", "--prompt", "1", "--whole-ranks", str(size)]
         sizes += ["--batches", ",".join(map(str, batches))]
         assert script["main"](["--parts", "whole", *sizes, "--out", str(tmp_path), *TRIAL]) == 0
-        found = record(tmp_path, "whole")
-        assert [(row["batch"], row["ranks"], row["layers"]) for row in found["rows"]] == [(n, size, 2) for n in batches]
-        assert all(row["step_ms"] > 0 and "floor_ms" in row for row in found["rows"])
-        bytes_of[size] = found["bytes_of_a_rank"]
+        contents = record(tmp_path, "whole")
+        assert [(row["batch"], row["ranks"], row["layers"]) for row in contents["rows"]] == [
+            (n, size, 2) for n in batches
+        ]
+        assert all(row["step_ms"] > 0 and "floor_ms" in row for row in contents["rows"])
+        bytes_of[size] = contents["bytes_of_a_rank"]
     assert 0.5 < bytes_of[2] / bytes_of[1] < 0.9  # what ranks share is whole on each
     assert "collectives excluded" in capsys.readouterr().out
 
@@ -95,7 +97,7 @@ def test_each_of_two_parts_is_a_process_of_its_own(script: dict[str, Any], monke
 
     monkeypatch.setattr(subprocess, "run", run)
     assert script["main"](TRIAL) == 1, "the second one was killed"
-    assert calls == [[*TRIAL, "--parts", part] for part in ("attention", "whole")]
+    assert calls == [[*TRIAL, "--parts", name] for name in ("attention", "whole")]
     with pytest.raises(SystemExit):
         script["main"](["--parts", "attention,half"])
 

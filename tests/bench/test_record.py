@@ -75,11 +75,11 @@ def test_a_whole_step_has_the_fingerprints_of_all_ops() -> None:
 def test_a_run_keeps_the_fingerprints_of_what_it_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "copy_rate", lambda device: 1e9)
     monkeypatch.setattr(record, "device_architecture", lambda device: "cuda sm_90")
-    found = bench.run("preprocess", only={"op": {"inv_rope"}, "impl": {"eager"}}, device=CPU)
-    assert found["fingerprints"] == {"inv_rope": "a1"}
+    run = bench.run("preprocess", only={"op": {"inv_rope"}, "impl": {"eager"}}, device=CPU)
+    assert run["fingerprints"] == {"inv_rope": "a1"}
 
 
 def test_the_committed_table_has_the_form_that_is_read() -> None:
-    found = record.fingerprints(["sparse_mla_decode", "fp8_linear"], "cuda sm_90")
-    assert sorted(found) == ["fp8_linear", "sparse_mla_decode"] and all(found.values())
-    assert len(record.fingerprints(["decode_step"], "cuda gfx942")) > len(found)
+    hashes = record.fingerprints(["sparse_mla_decode", "fp8_linear"], "cuda sm_90")
+    assert sorted(hashes) == ["fp8_linear", "sparse_mla_decode"] and all(hashes.values())
+    assert len(record.fingerprints(["decode_step"], "cuda gfx942")) > len(hashes)

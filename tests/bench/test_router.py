@@ -1,4 +1,4 @@
-"""Results of a router are compared by what their strides mean."""
+"""Results of a router are compared in units of their rows, not of memory."""
 
 from __future__ import annotations
 

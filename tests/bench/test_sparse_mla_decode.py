@@ -84,10 +84,10 @@ def test_quantised_values_whose_rotation_cancels_are_compared_by_pair_and_others
     """Outputs rounded to one or the other neighbour before inverse RoPE and quantisation."""
     exact = torch.randn(64, 16, layout.HEAD_DIM)
     angles = torch.rand(64, layout.ROPE_DIM // 2) * 6.28
-    place = torch.arange(64), torch.cat((angles.cos(), angles.sin()), dim=-1), 2, 8
+    rope = torch.arange(64), torch.cat((angles.cos(), angles.sin()), dim=-1), 2, 8
 
     def quantised(shift: float) -> list[torch.Tensor]:
-        return list(REFERENCES["inv_rope_fp8_quant"]((exact * (1 + shift)).bfloat16(), *place))
+        return list(REFERENCES["inv_rope_fp8_quant"]((exact * (1 + shift)).bfloat16(), *rope))
 
     want, got = quantised(0.0), quantised(2.0**-10)
     assert scenario.differs(want, want, layout.ROPE_DIM) == ""

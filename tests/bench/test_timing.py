@@ -1,4 +1,4 @@
-"""The cold timer: what is between its events, and what is not."""
+"""The cold timer: the work between its events, and outside them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_a_cold_time_counts_the_parts_and_not_the_flushes_between_them() -> None
     timer = timing.ColdTimer(CPU)
 
     def step() -> None:
-        for part in range(3):
-            timer.begin(part)
+        for section in range(3):
+            timer.begin(section)
             time.sleep(1e-3)
-            timer.end(part)
+            timer.end(section)
 
-    found = timer.measure(step)
-    assert 3000 <= found.us < 3 * 5000
-    assert 0 <= found.empty_pair_us < 500
+    sample = timer.measure(step)
+    assert 3000 <= sample.us < 3 * 5000
+    assert 0 <= sample.empty_pair_us < 500
 
 
 def test_a_flush_reads_more_than_a_cache_and_leaves_its_memory_as_it_is() -> None:
@@ -43,12 +43,12 @@ def test_a_flush_reads_more_than_a_cache_and_leaves_its_memory_as_it_is() -> Non
 
 def test_events_are_nodes_of_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without external=True a capture would drop them, and their times would be those of the capture."""
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch.cuda, "Event", lambda **options: given.append(options))
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: calls.append(options))
     timer = object.__new__(timing.ColdTimer)
     timer.device = torch.device("cuda")
     timer._pair()
-    assert given == [{"enable_timing": True, "external": True}] * 2
+    assert calls == [{"enable_timing": True, "external": True}] * 2
 
 
 def test_the_first_event_of_a_part_follows_its_flush_and_the_empty_pair_follows_a_flush(
@@ -67,18 +67,18 @@ def test_the_first_event_of_a_part_follows_its_flush_and_the_empty_pair_follows_
     monkeypatch.setattr(timing, "_WallEvent", Event)
     monkeypatch.setattr(timing.ColdTimer, "flush", lambda self: order.append("flush"))
     timer = timing.ColdTimer(CPU)
-    for part in range(2):
-        timer.begin(part)
-        order.append(f"part {part}")
-        timer.end(part)
+    for section in range(2):
+        timer.begin(section)
+        order.append(f"part {section}")
+        timer.end(section)
     empty, (first, second) = ["event 0", "event 1"], (["event 2", "event 3"], ["event 4", "event 5"])
     assert order == ["flush", *empty, first[0], "part 0", first[1], "flush", second[0], "part 1", second[1]]
     again = order.copy()
     order.clear()
-    for part in range(2):
-        timer.begin(part)
-        order.append(f"part {part}")
-        timer.end(part)
+    for section in range(2):
+        timer.begin(section)
+        order.append(f"part {section}")
+        timer.end(section)
     assert order == again
 
 

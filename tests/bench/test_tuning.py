@@ -40,11 +40,11 @@ def test_tilings_of_preprocess_are_returned_by_the_function_that_chooses(
 
     monkeypatch.setattr(tiles, "launcher", launcher)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for found in tiles.problems(CPU, {"tokens": {"1"}, "heads": {"64"}, "op": {"inv_rope", "q_norm_rope"}}):
-        for prepare in found.implementations.values():
+    for problem in tiles.problems(CPU, {"tokens": {"1"}, "heads": {"64"}, "op": {"inv_rope", "q_norm_rope"}}):
+        for prepare in problem.implementations.values():
             prepare()()
-        names = list(found.implementations)
-        assert names[:2] == (["h1", "h2"] if found.op == "inv_rope" else ["r1 w1", "r2 w1"])
+        names = list(problem.implementations)
+        assert names[:2] == (["h1", "h2"] if problem.op == "inv_rope" else ["r1 w1", "r2 w1"])
     assert [value for op, value in seen if op == "inv_rope"] == [1, 2, 4, 8]
     assert [value for op, value in seen if op == "q_norm_rope"][:2] == [(1, 1), (2, 1)]
     assert set(tiles.CHOICES) == set(preprocess.OPS)

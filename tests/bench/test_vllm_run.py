@@ -46,8 +46,8 @@ def plan(*args: str, gpu: bool = True) -> list[tuple[str, str, bool, bool, bool]
 
 def test_rows_and_replays_are_of_all_models_and_the_rest_of_the_last() -> None:
     eager, graphs = (False, True, False), (False, False, True)
-    rows = [(model, *part) for model in ("tiny", "real") for part in ROWS]
-    times = [("real", "times", own, False, True) for own in (True, False)]
+    rows = [(model, *how) for model in ("tiny", "real") for how in ROWS]
+    times = [("real", "times", vllm_attention, False, True) for vllm_attention in (True, False)]
     preempted = [("every", "preempted", *how) for how in (eager, graphs)]
     assert plan() == [*rows, ("real", "shadow", *eager), *times, *preempted]
     assert plan("--what", "times,rows", "--models", "tiny")[2:] == [("tiny", *time[1:]) for time in times]
@@ -76,7 +76,7 @@ def test_a_record_names_its_gpu() -> None:
 def test_command_records_engines_that_ran_and_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "engine.py").write_text(ENGINE)
     monkeypatch.setattr(run.Measurement, "program", tmp_path / "engine.py")
-    monkeypatch.setattr(jobs, "HERE", tmp_path)  # without the kernels for CPUs, whose import takes seconds
+    monkeypatch.setattr(jobs, "HERE", tmp_path)  # without the kernels for CPUs: their import takes seconds
     monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
     assert run.main(["--what", "times", "--models", "tiny", "--out", str(tmp_path / "out")]) == 1
     record = json.loads((tmp_path / "out" / "vllm_cpu.json").read_text())
@@ -96,7 +96,7 @@ def test_rows_of_layers_are_rendered() -> None:
     every = run.rows_of("real", planned["rows"], of | {"mode": 0})
     every[0]["engine"] += " all"
     how = ["1", "one graph, CUDA graphs FULL"], ["all", "eager"]
-    wanted = [["V4-Flash's dimensions", *each, "1,168", "768", "1.23e-2, 2.00e-1"] for each in how]
+    wanted = [["V4-Flash's dimensions", *columns, "1,168", "768", "1.23e-2, 2.00e-1"] for columns in how]
     assert figures_vllm.rows({"vllm": [*rows, *every]})[0][1:] == wanted
     layer = {"layer": 0, "ratio": 1, "rows": 3967, "mean": 0.001, "prefilled_worst": 0.02, "selected_worst": 0.5}
     layers = run.rows_of("real", planned["shadow"], {"mode": 0, "layers": [layer]})
@@ -120,8 +120,8 @@ def test_outputs_are_compared_after_equal_tokens(tmp_path: Path) -> None:
         folder = tmp_path / name / "run"
         folder.mkdir(parents=True)
         torch.save({tokens: torch.tensor(row) for tokens, row in rows.items()}, folder / "final.pt")
-    found = run.beside(tmp_path / "1_ranks" / "run", tmp_path / "0_ranks" / "run")
-    assert found["outputs"] == 1 and found["outputs_worst"] == pytest.approx(0.2)
+    outputs = run.beside(tmp_path / "1_ranks" / "run", tmp_path / "0_ranks" / "run")
+    assert outputs["outputs"] == 1 and outputs["outputs_worst"] == pytest.approx(0.2)
 
 
 def test_replays_and_preempted_requests_are_rendered() -> None:
@@ -155,18 +155,18 @@ def test_a_step_is_what_one_more_token_takes(engine: Any, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(engine.serve, "generate", generate)
     monkeypatch.setattr(engine.time, "perf_counter", lambda: clock[0])
-    found = engine.step_times(None, [[1, 2], [3]], 64)
-    assert found["requests"] == 2 and found["prompts"] == [2, 1]
-    assert found["step_ms"] == [6.0] * engine.REPEATS
-    assert found["with_prompts_ms"] == [6.5] * engine.REPEATS
+    times = engine.step_times(None, [[1, 2], [3]], 64)
+    assert times["requests"] == 2 and times["prompts"] == [2, 1]
+    assert times["step_ms"] == [6.0] * engine.REPEATS
+    assert times["with_prompts_ms"] == [6.5] * engine.REPEATS
 
 
 def test_rows_of_a_layer_are_prefilled_decoded_or_selected(engine: Any) -> None:
     prefill = torch.arange(6), torch.tensor([0.1, 0.2, 0.3, 0.2, 0.1, 0.0])
     decode = torch.tensor([700, 2050, 2051]), torch.tensor([0.4, 0.5, 0.9])
     late = torch.arange(2049, 2055), torch.tensor([0.0, 0.25, 0.6, 0.6, 0.6, 0.6])
-    found = engine.summary([prefill, decode, late])
-    assert found == {
+    row = engine.summary([prefill, decode, late])
+    assert row == {
         "rows": 15,
         "mean": round((0.9 + 1.8 + 2.65) / 15, 5),
         "prefilled_rows": 8,
@@ -213,7 +213,7 @@ def test_replays_are_compared_bit_for_bit(fault: str, counts: dict[str, int], mo
     memory = [torch.zeros(6, 8, dtype=torch.uint8), torch.zeros(6, 4, dtype=torch.uint8)]
 
     def step(graph: bool) -> torch.Tensor:
-        memory[1][3, 2] += 7  # a step that ran on what the other left would write another value
+        memory[1][3, 2] += 7  # a step on caches that the other step wrote would write a different value
         memory[1][0 if fault == "stray" else 4, 1] = 5
         memory[0][3, 0] = 2 if fault == "cache" and graph else 1
         rows = torch.zeros(4, 2, dtype=torch.bfloat16)
@@ -221,7 +221,7 @@ def test_replays_are_compared_bit_for_bit(fault: str, counts: dict[str, int], mo
             rows[1 if fault == "row" else 3, 0] = -0.0 if fault in ("row", "padding") else 0.0
         return rows
 
-    found = replay.Replays()
-    found.compare(step, memory, torch.tensor([[3, 4, 0], [5, 0, 0]]), live=3)
-    assert (found.steps, found.rows, found.padded, found.writes, found.sizes) == (1, 3, 1, 2, {4})
-    assert {name: getattr(found, name) for name in counts} == counts
+    counts_of = replay.Replays()
+    counts_of.compare(step, memory, torch.tensor([[3, 4, 0], [5, 0, 0]]), live=3)
+    assert (counts_of.steps, counts_of.rows, counts_of.padded, counts_of.writes, counts_of.sizes) == (1, 3, 1, 2, {4})
+    assert {name: getattr(counts_of, name) for name in counts} == counts

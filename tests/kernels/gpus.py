@@ -24,9 +24,9 @@ Variant = TypeVar("Variant")
 
 
 def shared_out(variants: Sequence[Variant]) -> dict[str, list[Variant]]:
-    """Which variants of a kernel are compiled for which target: all for the one that runs them, others one in turn.
+    """Share the variants of a kernel out to targets: all to the first, one each in turn to the others.
 
-    The second is what sm_120 gets, which has little shared memory.
+    sm_120, which has little shared memory, gets the second variant.
     """
     others = [target for target in GPUS if target != "sm_90"]
     turns = {target: [variants[turn % len(variants)]] for turn, target in enumerate(others)}

@@ -69,6 +69,6 @@ def test_a_triton_that_was_not_tried_compiles_no_kernel_for_hopper(
     version: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "__version__", version)
-    found = sm90_module.__wrapped__(GPUS["sm_90"][0], "attention.sparse_mla_prefill_sm90")
-    assert (found is not None) == known
+    module = sm90_module.__wrapped__(GPUS["sm_90"][0], "attention.sparse_mla_prefill_sm90")
+    assert (module is not None) == known
     assert sm90_module.__wrapped__(GPUS["sm_100"][0], "attention.sparse_mla_prefill_sm90") is None

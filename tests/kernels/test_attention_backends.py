@@ -34,8 +34,8 @@ def launched() -> Iterator[set[str]]:
     def kernel(op: str) -> Any:
         def run(*args: Any) -> Any:
             refuses = refusal(op)
-            given = [*args, *(a.default_value for a in OPS[op]._schema.arguments[len(args) :])]
-            assert refuses is None or not refuses(*given), refuses(*given)
+            arguments = [*args, *(a.default_value for a in OPS[op]._schema.arguments[len(args) :])]
+            assert refuses is None or not refuses(*arguments), refuses(*arguments)
             names.add(op)
             return launcher(op)(*args)
 

@@ -16,8 +16,8 @@ TEXTS = {path.name: path.read_text() for path in HERE.rglob("test_*.py")}
 def about(op: str, stem: str) -> str:
     """The tests that name the op, and those of the file that launches it."""
     named = re.compile(rf"\b{op}\b")
-    own = re.compile(rf"test_{stem.split('.')[1]}(_compiles)?\.py")
-    return "\n".join(text for name, text in TEXTS.items() if own.fullmatch(name) or named.search(text))
+    file_names = re.compile(rf"test_{stem.split('.')[1]}(_compiles)?\.py")
+    return "\n".join(text for name, text in TEXTS.items() if file_names.fullmatch(name) or named.search(text))
 
 
 @pytest.mark.parametrize(("op", "stem"), KERNELS.items())

@@ -120,10 +120,10 @@ def test_operators_give_the_same_when_they_are_called_again_for_other_values() -
     for size in (8, 8, 16):
         m, n = torch.randint(1, 100, (2, size), dtype=torch.int32)
         u, v = torch.rand(2, size)
-        whole, real, logical = torch.empty(size, dtype=torch.int64), torch.empty(size), torch.empty(size, size)
-        operators_kernel[(1,)](whole, real, logical, m, n, u, v, size)
+        integers, real, logical = torch.empty(size, dtype=torch.int64), torch.empty(size), torch.empty(size, size)
+        operators_kernel[(1,)](integers, real, logical, m, n, u, v, size)
         inner = (7 - m) * n - 3 + (m & n) // 2
-        assert_bitwise(whole, (inner.fmod(5) + (m | 9 ^ n) + ((m << 2) >> 1) + n).long())
+        assert_bitwise(integers, (inner.fmod(5) + (m | 9 ^ n) + ((m << 2) >> 1) + n).long())
         assert_bitwise(real, (u + v) * 0.5 - v / u + (1 - u) * m)
         wide = torch.where((m[:, None] < n) & (u[:, None] >= 0.25), u[:, None], 2.0)
         both = torch.where(wide < 0.5, 1.0, 2.0) + torch.where(m < n, 1.0, 2.0)
@@ -135,7 +135,7 @@ def test_operators_give_the_same_when_they_are_called_again_for_other_values() -
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_reduction_by_a_function_combines_elements_in_order(axis: int, keep: bool) -> None:
-    # Maps x -> a * x + b of small integers, whose composition is exact and associative, but not commutative.
+    # Maps x -> a * x + b of small integers: their composition is exact and associative, but not commutative.
     a, b = torch.randint(-2, 3, (2, 4, 8)).float()
     out = torch.empty(2, a.numel() // a.shape[axis])
     reduce_kernel[(1,)](out, a, b, *a.shape, axis, keep)

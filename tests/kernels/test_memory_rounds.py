@@ -1,7 +1,7 @@
 """Kernels of few tokens wait for memory as often in a row as their addresses make necessary, and no more.
 
-Ahead of time, of what is compiled for Hopper. Another version of the assembler may order instructions otherwise: then
-this says where.
+Reads code compiled ahead of time for Hopper. A different version of the assembler may order instructions otherwise:
+then this says where.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def test_no_load_waits_for_one_that_it_does_not_need(
 ) -> None:
     for count in tokens:
         (kernel,) = kernels_of(scenario, count, **only)
-        found = MemoryRounds(*kernel.ask(memory_rounds))
-        assert (found.taken, found.needed) == (rounds, rounds), found.late
+        waits = MemoryRounds(*kernel.ask(memory_rounds))
+        assert (waits.taken, waits.needed) == (rounds, rounds), waits.late
         assert kernel.resources()["STACK"] == 0
 
 
@@ -122,7 +122,7 @@ def test_a_quantisation_in_front_of_a_product_waits_once() -> None:
 
 
 def test_long_windows_wait_for_their_states_and_for_each_other() -> None:
-    """Positions, their place in the table, states, the arrival of the other parts, and what they pooled."""
+    """Positions, their place in the table, states, the arrival of the other parts, and their pools."""
     (kernel,) = kernels_of(indexer, 8, op="compress_norm_rope_insert", layer="HCA")
     assert kernel.ask(taken_and_needed)[0] == 5
 
@@ -130,12 +130,12 @@ def test_long_windows_wait_for_their_states_and_for_each_other() -> None:
 @pytest.mark.parametrize("tiling", [small.NARROW, *small.ONE_BLOCK])
 @pytest.mark.parametrize("fused", ["none", "quant"])
 def test_keys_of_few_tokens_are_loaded_once_and_stay_in_registers(fused: str, tiling: small.Tiling) -> None:
-    """In which order is the assembler's: on an H200 it is faster than all of them in front of the first wait."""
+    """The order is the assembler's: on an H200 it is faster than all loads in front of the first wait."""
     args = sparse_mla_decode.fused_arguments(fused, 8, 64, torch.device("cpu"), 0)
     call = decode_call((DecodeArguments if fused == "none" else DecodeQuantArguments)(*args))
     with compiled_for("sm_90") as compiled:
         small.launch(call, GPUS["sm_90"][0], 10, tiling=tiling)
-    # Nothing else waits for two loads. Triton 3.8 gives one of them to a line of another file.
+    # Nothing else waits for two loads. Triton 3.8 gives one of them to a line of a different file.
     needed = [load[-1] for load in compiled[0].ask(loads_in)]
     # Codes of seven tiles, two parts of the rope, and scales, of one key or two.
     assert needed.count(AFTER_SLOTS) == 10 * (tiling.block_n // 64)
@@ -144,7 +144,7 @@ def test_keys_of_few_tokens_are_loaded_once_and_stay_in_registers(fused: str, ti
 
 @pytest.mark.parametrize("kind", ["csa", "hca"])
 def test_states_of_a_decode_step_are_loaded_as_soon_as_their_blocks_are_known(kind: str) -> None:
-    """Not when the token's own state is there. Beside them are those of a step in which tokens follow each other."""
+    """Not when the token's own state is there. With them come those of a step of consecutive tokens."""
     (kernel,) = kernels_of(preprocess_insert, 8, kind=kind, latent="1024")
     lines, first = inspect.getsourcelines(compress_window._cached_states.fn)
     states = kernel.ask(loads_in, "compress_window.py", first, first + len(lines))

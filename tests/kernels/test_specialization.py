@@ -26,7 +26,7 @@ WHOLE = {"advance", "batch_metadata", "copy_ragged_to_graph_buffers", "preproces
 
 
 def specializations(op: str, args: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    """Each launch of a call on Hopper: its kernel, and what of the arguments goes into the compiled code."""
+    """Return the launches of a call on Hopper: the kernel, and the arguments that its compiled code depends on."""
     launches: list[tuple[str, Any]] = []
 
     def bind(self: Any, *values: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -60,8 +60,8 @@ def test_nothing_is_compiled_again_for_a_piece_of_a_batch(op: str, monkeypatch: 
         if refuses is not None and refuses(*args):
             continue
         piece = tuple(shifted(value, name) for value, name in zip(args, names, strict=False))
-        for (kernel, whole), (again, part) in zip(specializations(op, args), specializations(op, piece), strict=True):
-            assert (kernel, whole) == (again, part)
+        for (kernel, full), (again, partial) in zip(specializations(op, args), specializations(op, piece), strict=True):
+            assert (kernel, full) == (again, partial)
 
 
 def test_nothing_is_compiled_again_for_other_numbers_of_gathered_keys() -> None:

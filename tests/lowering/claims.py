@@ -12,10 +12,10 @@ from dsv4_compile.selection.decisions import Call, Decision
 Reports = dict[str, dict[str, Any]]
 
 MOST_MOVED = 1e-3
-"""Share of the elements that a sum in another order may move to their neighbour: one in 2^15 or so moves."""
+"""Share of the elements that a sum in a different order may move to their neighbour: one in 2^15 or so moves."""
 TARGETS = ("sm_90", "gfx942")
-"""Whose machine code is made of what Inductor generates: of either maker one. The hand-written kernels are compiled for
-all that tests/kernels/gpus.py lists."""
+"""Targets that code of Inductor is compiled for: one of each maker. The hand-written kernels are compiled for all
+targets of tests/kernels/gpus.py."""
 SM80, SM90 = ("triton", "cuda sm_80"), ("triton", "cuda sm_90")
 CPP, HALIDE = ("cpp", "cpu"), ("halide", "cpu")
 

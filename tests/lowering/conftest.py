@@ -1,6 +1,6 @@
 """Reports on the Triton generated for the cases of an op: `cases_<op>.py` for `test_<op>.py` and `test_<op>_triton.py`.
 
-They are made in processes of their own: Triton reads TRITON_INTERPRET when it is imported, and the stand-ins for a GPU
+They are made in separate processes: Triton reads TRITON_INTERPRET when it is imported, and the stand-ins for a GPU
 stay for the rest of a process.
 """
 
@@ -55,14 +55,14 @@ def interpreted(request: pytest.FixtureRequest, interpreting: WarmPython) -> Rep
 @pytest.fixture(scope="module")
 def compiled(interpreted: Reports, compiling: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """By case that is compiled for every target GPU: whether the very kernels that were interpreted have binaries."""
-    cases = {case: each["sources"] for case, each in interpreted.items() if each["sources"] is not None}
+    cases = {case: report["sources"] for case, report in interpreted.items() if report["sources"] is not None}
     changed = {case: {"sources": sources} for case, sources in cases.items() if not is_recorded(sources)}
-    made = {}
+    reports = {}
     if changed:
         path = tmp_path_factory.mktemp("generated") / "reports.json"
         path.write_text(json.dumps(changed))
-        made = _generated(compiling, str(path))
-    return {case: {"binaries": assembled(sources, made.get(case, {}))} for case, sources in cases.items()}
+        reports = _generated(compiling, str(path))
+    return {case: {"binaries": assembled(sources, reports.get(case, {}))} for case, sources in cases.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,4 +1,4 @@
-"""Not a test: compiles the cases of one op into Triton in a process of its own and prints what came out as JSON.
+"""Not a test: compiles the cases of one op into Triton in a separate process and prints reports as JSON.
 
 TRITON_INTERPRET=1 python -m tests.lowering.generated <op>   runs all in the interpreter, compares with the reference
 python -m tests.lowering.generated <file>                    compiles kernels of its reports for every target GPU
@@ -36,7 +36,7 @@ class Case:
         run: the function; gives a tensor or a tuple of tensors.
         make: inputs for a number of tokens.
         sizes: numbers of tokens. Of several, all are served by one graph.
-        dynamic: names of the inputs whose first dim is dynamic when there are several sizes.
+        dynamic: names of the inputs with a dynamic first dim when there are several sizes.
         for_targets: compile its kernels for every target GPU too.
     """
 
@@ -65,7 +65,7 @@ def copy(inputs: Any) -> Any:
 def ulps(actual: Tensor, expected: Tensor) -> float:
     """Largest distance: in representable values, or for float32 in roundings of the largest value.
 
-    A rotation cancels, so single float32 results have no bound of their own.
+    A rotation cancels, so single float32 results have no separate bound.
     """
     if actual.numel() == 0:
         return 0
@@ -90,13 +90,13 @@ def share_moved(actual: Tensor, expected: Tensor) -> float:
 
 def differences(actual: Any, expected: Any, **options: bool) -> list[str]:
     """What `assert_bitwise` says of each pair of tensors that differ."""
-    found = []
+    messages = []
     for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         try:
             assert_bitwise(ours, theirs, label=str(number), **options)
         except AssertionError as difference:
-            found.append(str(difference))
-    return found
+            messages.append(str(difference))
+    return messages
 
 
 def as_tuple(out: Any) -> tuple[Tensor, ...]:
@@ -159,7 +159,7 @@ def main(what: str) -> dict[str, Any]:
         return {name: report(case) for name, case in cases.items()}
     fake_triton.install()
     reports = json.loads(Path(what).read_text())
-    return {name: binaries(each["sources"]) for name, each in reports.items() if each["sources"] is not None}
+    return {name: binaries(report["sources"]) for name, report in reports.items() if report["sources"] is not None}
 
 
 if __name__ == "__main__":

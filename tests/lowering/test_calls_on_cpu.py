@@ -34,12 +34,12 @@ def test_a_graph_calls_functions_that_compute_and_mutate_as_the_ops_do(monkeypat
         function = getattr(ON_CPU, op)
         monkeypatch.setattr(ON_CPU, op, lambda *a, op=op, f=function, **k: (called.append(op), f(*a, **k))[1])
     compiled = torch.compile(step, backend=backend.dsv4, fullgraph=True, options={"dsv4.impl": "eager"})
-    own = arguments()
-    other = tuple(each.clone() for each in own)
+    args = arguments()
+    other = tuple(tensor.clone() for tensor in args)
     with torch.no_grad():
-        got, (code,) = run_and_get_code(compiled, *own)
+        got, (code,) = run_and_get_code(compiled, *args)
         assert_bitwise(got, step(*other))
-    assert_bitwise(own[-1], other[-1])
+    assert_bitwise(args[-1], other[-1])
     assert sorted(called) == ["inv_rope", "save_partial_states"]
     assert "torch.ops.dsv4" not in code.split("def call(")[1].replace("'torch.ops.dsv4", "").replace("(op: torch", "")
 
@@ -69,7 +69,7 @@ def test_a_size_that_guards_do_not_cover_is_traced_again() -> None:
 def test_graphs_of_other_devices_call_ops(op: str) -> None:
     registry.load()
     names = [argument.name for argument in OPS[op]._schema.arguments]
-    given = dict.fromkeys(names) | dict(zip(names, op_samples(op)[0], strict=False))
+    values = dict.fromkeys(names) | dict(zip(names, op_samples(op)[0], strict=False))
     for device, target in (("cpu", registry.twin(op, "eager")), ("xpu", OPS[op]), ("mps", OPS[op])):
-        call = Call(op, given, torch.device(device), "triton", device)
+        call = Call(op, values, torch.device(device), "triton", device)
         assert registry.target_of(call.choose("eager", "asked for"), call) is target

@@ -24,7 +24,7 @@ def test_cpp_rotates_whole_vectors_in_one_kernel() -> None:
     assert torch.equal(got, step(o))
     loops, call = code.split("def call(")
     assert "Vectorized<at::BFloat16>" in loops
-    # An element that finds its partner by the parity of its own index is not vectorised.
+    # An element that finds its partner by the parity of its index is not vectorised.
     assert not re.search(r"% static_cast<int64_t>\(2L\)", loops)
     assert call.count("cpp_fused") == 1
     assert "torch.ops" not in call

@@ -29,8 +29,8 @@ def test_auto_leaves_ops_on_a_cpu_to_their_references_and_says_why(monkeypatch: 
     monkeypatch.setattr(registry, "COMPILES_LONG", LONG)
     registry.load()
     names = [argument.name for argument in OPS[op]._schema.arguments]
-    given = dict(zip(names, op_samples(op)[0], strict=False))
-    on_cpu = Call(op, dict.fromkeys(names) | given, torch.device("cpu"), "cpp", "cpu")
+    values = dict(zip(names, op_samples(op)[0], strict=False))
+    on_cpu = Call(op, dict.fromkeys(names) | values, torch.device("cpu"), "cpp", "cpu")
     decision = registry.decide(on_cpu, Options())
     assert (decision.impl, decision.reason) == (
         "eager",

@@ -31,8 +31,8 @@ DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 def stem(name: str) -> str:
     """The module of `dsv4_compile.ops`, "family.file", that defines the op."""
-    found = [module.name.removeprefix(PREFIX) for module in pkgutil.walk_packages(ops.__path__, PREFIX)]
-    modules = [name for name in found if "." in name and not name.startswith("common.")]
+    names = [module.name.removeprefix(PREFIX) for module in pkgutil.walk_packages(ops.__path__, PREFIX)]
+    modules = [name for name in names if "." in name and not name.startswith("common.")]
     owners = [m for m in modules if getattr(importlib.import_module(f"dsv4_compile.ops.{m}"), name, None) is OPS[name]]
     assert len(owners) == 1, f"{name} is defined in {owners}"
     return owners[0]
@@ -93,7 +93,7 @@ def test_op_refuses_to_be_differentiated(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_op_refuses_every_tensor_of_another_rank_or_dtype_and_none_in_its_place(name: str) -> None:
     args = op_samples(name)[0]
-    for place, (argument, value) in enumerate(zip(OPS[name]._schema.arguments, args, strict=False)):
+    for index, (argument, value) in enumerate(zip(OPS[name]._schema.arguments, args, strict=False)):
         if not isinstance(value, Tensor):
             continue
         wrong: list[Any] = [torch.zeros(value.shape, dtype=torch.complex64)]
@@ -101,7 +101,7 @@ def test_op_refuses_every_tensor_of_another_rank_or_dtype_and_none_in_its_place(
         wrong += [None] * (str(argument.type) == "Tensor")
         for bad in wrong:
             with pytest.raises(InputError):
-                OPS[name](*args[:place], bad, *args[place + 1 :])
+                OPS[name](*args[:index], bad, *args[index + 1 :])
 
 
 def test_samples_are_the_same_at_each_call_and_share_nothing() -> None:

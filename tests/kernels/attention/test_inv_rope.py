@@ -174,7 +174,7 @@ def test_they_compile_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch
             for packed in (False, True):
                 kernels.inv_rope_fp8_quant(*args, 8, 8, packed)
     assert [bool(kernel.assembled) for kernel in compiled] == [True] * 6
-    assert all(begins_early(each) == early for each in compiled[:3])
+    assert all(begins_early(binary) == early for binary in compiled[:3])
 
 
 def test_many_programs_use_pdl_but_launch_no_dependents(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,8 @@ HOPPER = Gpu("cuda", 90, 132)
 
 
 def caches(arguments: dict[str, Any]) -> tuple[PagedKeys, PagedKeys]:
-    found = decode_call(DecodeArguments(*positional(arguments)))
-    return found.window, found.extra
+    decode = decode_call(DecodeArguments(*positional(arguments)))
+    return decode.window, decode.extra
 
 
 @pytest.fixture
@@ -100,12 +100,12 @@ def test_rows_are_those_of_the_slots() -> None:
     slots = torch.arange(first), torch.arange(rows.shape[0] - first)
     parts = []
     for keys, every in zip((window, extra), slots, strict=True):
-        whole = torch.empty(1, len(every), layout.HEAD_DIM, dtype=torch.bfloat16)
+        gathered = torch.empty(1, len(every), layout.HEAD_DIM, dtype=torch.bfloat16)
         table = torch.arange(keys.cache.shape[0], dtype=torch.int32)[None]
         lens = torch.tensor([len(every)], dtype=torch.int32)
         gather = REFERENCES["dequantize_and_gather_k_cache"]
-        gather(whole, keys.cache, lens, None, table, keys.block_size, 0, "fp8_ds_mla", None)
-        parts.append(whole[0])
+        gather(gathered, keys.cache, lens, None, table, keys.block_size, 0, "fp8_ds_mla", None)
+        parts.append(gathered[0])
     assert_bitwise(rows, torch.cat(parts))
     for token in range(3):
         want = []
@@ -136,22 +136,22 @@ def test_large_caches_of_bfloat16_are_attended_where_they_are_on_sm90(monkeypatc
     monkeypatch.delattr(kernels, "bfloat16_rows")  # nothing is copied
     arguments = call(3, 64, window=37, extra=21, **BF16 | {"fmt": "plain"}) | {"attn_sink": None, "scale": 0.04}
     arguments |= {name: arguments[name].contiguous() for name in ("k_cache", "extra_k_cache")}
-    made = decode_call(DecodeArguments(*positional(arguments)))
-    q = torch.empty(kernels.MIN_TOKENS_BY_ROWS, *made.q.shape[1:], dtype=torch.bfloat16, device="meta")
-    pages = 1 + kernels.MAX_ROWS // made.window.block_size
-    large = made.window.cache.new_empty((pages, *made.window.cache.shape[1:]))
-    usual = made._replace(q=q, window=made.window._replace(cache=large))
+    decode = decode_call(DecodeArguments(*positional(arguments)))
+    q = torch.empty(kernels.MIN_TOKENS_BY_ROWS, *decode.q.shape[1:], dtype=torch.bfloat16, device="meta")
+    pages = 1 + kernels.MAX_ROWS // decode.window.block_size
+    large = decode.window.cache.new_empty((pages, *decode.window.cache.shape[1:]))
+    usual = decode._replace(q=q, window=decode.window._replace(cache=large))
     assert kernels.why_unsupported_by_rows(usual, HOPPER) == ""
     apart = torch.stack([large[:, :1], large[:, :1]], 1)[:, 0].expand_as(large)
-    for change in ({"window": made.window._replace(cache=apart)}, {"q": q.new_empty(len(q), 64, 513)[..., 1:]}):
+    for change in ({"window": decode.window._replace(cache=apart)}, {"q": q.new_empty(len(q), 64, 513)[..., 1:]}):
         assert "rows pay" in kernels.why_unsupported_by_rows(usual._replace(**change), HOPPER)
     with compiled_for("sm_90") as compiled:
-        kernels.decode_by_rows(made)
+        kernels.decode_by_rows(decode)
     names = ["concatenate_slots_kernel", "sparse_mla_prefill_sm90_kernel"]
     assert [kernel.metadata.name for kernel in compiled] == names
     wide = FusedParts(arguments["positions"], torch.zeros(8, 2 * layout.ROPE_DIM), None, True)
-    with compiled_for("sm_90") as compiled:  # a table that the kernel does not fuse has a launch of its own
-        kernels.decode_by_rows(made._replace(fused=wide))
+    with compiled_for("sm_90") as compiled:  # a table that the kernel does not fuse has a separate launch
+        kernels.decode_by_rows(decode._replace(fused=wide))
     assert [kernel.metadata.name for kernel in compiled] == [*names, "inv_rope_kernel"]
 
 
@@ -196,17 +196,17 @@ def test_its_kernels_compile(target: str) -> None:
 
 @pytest.mark.parametrize("groups", [0, 2])
 def test_on_sm90_all_fused_steps_are_one_launch_after_the_rows(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries that TMA cannot read have a launch for each step, the first of which is their norm."""
+    """Queries that TMA cannot read have a launch for each step, first their norm."""
     monkeypatch.setattr(kernels, "gpu_of", lambda device: HOPPER)
     arguments = call(3, 64, window=37, extra=21, **BF16) | {"attn_sink": None, "scale": 0.04}
-    made = decode_call(DecodeArguments(*positional(arguments)))
+    decode = decode_call(DecodeArguments(*positional(arguments)))
     rope = arguments["positions"], arguments["cos_sin_cache"]
-    made = made._replace(fused=FusedParts(*rope, EPS, True, groups, 64 // max(groups, 1)))
+    decode = decode._replace(fused=FusedParts(*rope, EPS, True, groups, 64 // max(groups, 1)))
     uneven = torch.zeros(3, 64, 513, dtype=torch.bfloat16)[..., 1:]
     names = []
-    for q in (made.q, uneven):
+    for q in (decode.q, uneven):
         with compiled_for("sm_90") as compiled:
-            kernels.decode_by_rows(made._replace(q=q))
+            kernels.decode_by_rows(decode._replace(q=q))
         names.append([kernel.metadata.name for kernel in compiled])
     rows = ["concatenate_slots_kernel", "dequantize_pages_kernel", "dequantize_pages_kernel"]
     assert names[0] == [*rows, "sparse_mla_prefill_sm90_kernel"]

@@ -63,7 +63,7 @@ CALLS: dict[str, tuple[int, str, torch.dtype, str, int]] = {
 
 
 @pytest.mark.parametrize(
-    ("target", "name"), [(target, name) for target, own in shared_out([*CALLS]).items() for name in own]
+    ("target", "name"), [(target, name) for target, names in shared_out([*CALLS]).items() for name in names]
 )
 def test_it_compiles_ahead_of_time_within_shared_memory(target: str, name: str) -> None:
     gpu, kibibytes = GPUS[target]
@@ -89,7 +89,7 @@ def test_the_kernel_for_many_tokens_compiles_with_its_registers_and_asynchronous
     kernel = compiled[0]
     assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and kernel.assembled
     assert kernel.asm["ptx"].count("setmaxnreg") >= 4
-    # Scores twice, before the loop and in it; a norm's squares by blocks of columns, in a loop of their own.
+    # Scores twice, before the loop and in it; a norm's squares by blocks of columns, in a separate loop.
     assert kernel.asm["ptx"].count("m64n64k16") == 2 * 512 // 16 + (4 if call.fused.q_norm_eps else 0)
 
 

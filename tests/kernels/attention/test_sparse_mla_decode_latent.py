@@ -37,11 +37,11 @@ def case(
     tokens: int = 3, heads: int = 3, width: int = 60, dim: int = 40, value_dim: int = 24, dtype: Any = torch.float32
 ) -> list[Any]:
     """Return arguments with a fifth of all slots invalid, and NaN in all memory that is not selected."""
-    made = random_cache("plain", 3, 32, live=60, head_dim=dim, dtype=dtype)
-    slots = made.slots[torch.randint(60, (tokens, width))].int()
+    pages = random_cache("plain", 3, 32, live=60, head_dim=dim, dtype=dtype)
+    slots = pages.slots[torch.randint(60, (tokens, width))].int()
     slots = torch.where(torch.rand(tokens, width) < 0.2, hostile_indices((tokens, width), 96, fraction=1.0), slots)
     lens = torch.randint(width + 3, (tokens,), dtype=torch.int32)
-    return [torch.randn(tokens, heads, dim).to(dtype), made.cache, slots, lens, 32, 0.2, value_dim]
+    return [torch.randn(tokens, heads, dim).to(dtype), pages.cache, slots, lens, 32, 0.2, value_dim]
 
 
 @interpreted
@@ -91,7 +91,7 @@ def test_unsupported_dims_say_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "heads"), [(target, heads) for target, own in shared_out((16, 128)).items() for heads in own]
+    ("target", "heads"), [(target, heads) for target, counts in shared_out((16, 128)).items() for heads in counts]
 )
 def test_it_compiles_ahead_of_time_with_the_tiles_of_the_gpu(target: str, heads: int) -> None:
     gpu, kibibytes = GPUS[target]
@@ -100,4 +100,4 @@ def test_it_compiles_ahead_of_time_with_the_tiles_of_the_gpu(target: str, heads:
     with seen, compiled_for(target) as compiled:
         launcher(OP)(*args, splits=2)
     assert len(compiled) == 2
-    assert all(each.metadata.shared <= kibibytes * 1024 and each.assembled for each in compiled)
+    assert all(binary.metadata.shared <= kibibytes * 1024 and binary.assembled for binary in compiled)

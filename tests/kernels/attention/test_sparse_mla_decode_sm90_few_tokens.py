@@ -51,7 +51,7 @@ def test_every_tiling(small: Any, monkeypatch: pytest.MonkeyPatch, splits: int, 
 
 
 def test_inputs_written_before_the_wait_are_attended(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the previous kernel has ended, slots, lengths, positions and queries are those of another step."""
+    """Before the previous kernel has ended, slots, lengths, positions and queries are those of an older step."""
     arguments = call(3, 40, window=130, extra=350, **BF16)
     want = sparse_mla_decode(*positional(arguments | {"q_norm_eps": EPS}))
     late = {name: arguments[name] for name in ("q", "indices", "lens", "extra_indices", "extra_lens", "positions")}

@@ -117,7 +117,7 @@ def test_strides_do_not_matter(fmt: str, spread: Any) -> None:
     for i in (0, 2, 3, 7, 9, 10):
         args[i] = spread(args[i])
     for i in (1, 8):
-        args[i] = spread(args[i]) if fmt == "plain" else padded(args[i])  # the bytes of a page follow one another
+        args[i] = spread(args[i]) if fmt == "plain" else padded(args[i])  # the bytes of a page are contiguous
     for got, expected in zip(launch(tuple(args), splits=2), want, strict=True):
         assert_bitwise(got, expected)
 

@@ -75,7 +75,7 @@ def test_the_sm90_kernel_compiles_with_its_registers_and_asynchronous_gemms(
     assert len(kernel.asm["ttgir"].findall(r"tt\.load \S+ : !tt\.ptr<i32>")) == (8 if ragged else 4)
     # No branch splits a warp: what follows are instructions of whole warps.
     assert "BSSY" not in code
-    # GEMMs that wait for each other would each have an arrival of their own.
+    # GEMMs that wait for each other would have one arrival each.
     assert code.count("HGMMA") >= 72 and code.count("WARPGROUP.ARRIVE") <= 8
     assert code.count("LDGSTS.E.BYPASS.128") == 32  # a thread's copies of a block of keys
 
@@ -118,7 +118,7 @@ def test_with_fused_parts_it_spills_nothing_and_gemms_stay_asynchronous(
 
 
 def test_unused_parts_cost_nothing() -> None:
-    """An unused table does not make another kernel, and positions may begin anywhere."""
+    """An unused table does not make a second kernel, and positions may begin anywhere."""
     with compiled_for("sm_90") as compiled:
         for parts in (FusedParts(), fused_parts()):
             sparse_mla_prefill_sm90.launch_fused(make_call(64), SM90, parts)

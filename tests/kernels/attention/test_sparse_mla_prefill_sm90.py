@@ -109,8 +109,8 @@ def test_the_sink_scales_the_output(hopper: Any, sink: float, kept: float) -> No
 @pytest.mark.parametrize("first", [1, 23, 49])
 def test_rows_may_lie_in_two_tensors(hopper: Any, first: int) -> None:
     args = sample(5, 64, width=150, **BF16)
-    whole = call_of(args)
-    apart = whole._replace(kv=whole.kv[:first].clone(), more=whole.kv[first:].clone())
+    one_tensor = call_of(args)
+    apart = one_tensor._replace(kv=one_tensor.kv[:first].clone(), more=one_tensor.kv[first:].clone())
     assert hopper.why_unsupported(apart) == ""
     with poisoned_empty(), torch.no_grad():
         got = hopper.launch(apart, Gpu("cuda", 90, 2))
@@ -150,7 +150,7 @@ def test_queries_are_normed_and_rotated_inside(hopper: Any, tokens: int, heads: 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e-3, 1e15, 1e25])
 def test_queries_of_any_magnitude_are_normed(hopper: Any, magnitude: float) -> None:
-    """The squares of the largest overflow, so that they count as zero, beside invalid slots, too."""
+    """The squares of the largest overflow and count as zero, with invalid slots too."""
     args, where = sample(3, 64, width=130, **BF16), rope(3, 64)
     args[3][:] = torch.tensor([130, 5, 64])
     args[0][:, ::3] *= magnitude

@@ -16,7 +16,7 @@ def test_an_address_counts_and_not_the_offset() -> None:
     x = torch.zeros(200, dtype=torch.uint8)
     for byte in (0, 1, 8, 63):
         assert first_byte(handed_over(x, byte)) == byte
-        # A view that begins where another library's tensor does not.
+        # A view of an unaligned tensor may begin at an aligned address.
         assert first_byte(handed_over(x, byte)[ALIGN - byte :]) == 0
     assert first_byte(handed_over(x, 8).view(torch.float32)[3:]) == 20
 

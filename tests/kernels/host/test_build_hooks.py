@@ -1,4 +1,4 @@
-"""Tests of what precedes Triton's builds: the choice of a ptxas, and texts of constants for hooks of other code."""
+"""Tests of steps before Triton's builds: the choice of a ptxas, and texts of constants for hooks of other code."""
 
 from __future__ import annotations
 

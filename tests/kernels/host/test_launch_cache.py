@@ -51,7 +51,7 @@ def add(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def twice(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, None, Tensor]:
-    """A launcher with memory between two kernels, rows of one allocation as results, and another dtype."""
+    """A launcher with memory between two kernels, rows of one allocation as results, and a second dtype."""
     rows, between = x.new_empty((2, x.shape[0])), torch.empty(x.shape[0], dtype=torch.int32)
     launch_kernel(ADD, (1,), between.view(torch.float32), (x, y), x.numel(), scale=scale)
     launch_kernel(ADD, (1,), rows[1], (x, between), x.numel(), scale=scale)
@@ -159,10 +159,10 @@ def test_an_entry_keeps_no_tensor() -> None:
 
     x, y, empty = torch.randn(4), torch.randn(3), torch.randn(0)
     cache = recorded(launcher, x, y, empty)
-    gone = [weakref.ref(each) for each in (x, y, empty)]
+    gone = [weakref.ref(tensor) for tensor in (x, y, empty)]
     del x, y, empty
     gc.collect()
-    assert [each() for each in gone] == [None] * 3
+    assert [reference() for reference in gone] == [None] * 3
     assert cache.look_up((torch.ones(4), torch.ones(3), torch.ones(0))).entry is not None
 
 
@@ -181,8 +181,8 @@ def test_a_failing_launcher_is_not_recorded() -> None:
 
 
 def test_what_is_made_per_call_is_made_again() -> None:
-    given = [torch.full((4,), float(i)) for i in range(3)]
-    cache = recorded(lambda x: add(x, per_call(lambda: given.pop(0))), torch.zeros(4))
+    tensors = [torch.full((4,), float(i)) for i in range(3)]
+    cache = recorded(lambda x: add(x, per_call(lambda: tensors.pop(0))), torch.zeros(4))
     torch.testing.assert_close(cache(torch.ones(4)), torch.full((4,), 3.0))
 
 

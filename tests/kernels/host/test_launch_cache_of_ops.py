@@ -25,7 +25,7 @@ from dsv4_compile.testing.samples import op_samples
 GPUS = {"sm_90": Gpu("cuda", 90, 132), "sm_100": Gpu("cuda", 100, 148), "gfx942": Gpu("hip", 0, 304)}
 Launch = tuple[Any, ...]
 TORCH_GEMM = {("fp8_linear", 2)}
-"""Samples whose launcher calls a GEMM of torch, so that they are not cached."""
+"""Samples that are not cached, because their launcher calls a GEMM of torch."""
 
 
 def offset_in(tensor: Tensor, address: int) -> int | None:
@@ -36,8 +36,8 @@ def offset_in(tensor: Tensor, address: int) -> int | None:
 
 
 class Launches(TorchDispatchMode):
-    """What is launched in the block, as a kernel's name, the grid and its arguments; tensors by whose memory they are
-    in: that of an argument, or what was allocated, by when a kernel first had it."""
+    """Launches in the block: the kernel's name, grid and arguments. Tensors are named by the argument that has their
+    memory, or by the first launch that had their allocation."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Launches(TorchDispatchMode):
         return any(offset_in(tensor, address) is not None for _, tensor in self.memory)
 
     def place(self, address: int) -> tuple[Any, int]:
-        """Whose memory it is, and how far it is from its start."""
+        """Return the owner of an address, and its offset from the start of the memory."""
         for i, (name, tensor) in enumerate(self.memory):
             offset = offset_in(tensor, address)
             if offset is not None:
@@ -126,7 +126,7 @@ def seen_of(call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[list[Launc
 
 
 def other(value: Any) -> Any:
-    """A tensor in memory of its own that a launcher cannot tell from `value`."""
+    """Return a tensor in new memory that a launcher cannot tell from `value`."""
     if not isinstance(value, Tensor):
         return value
     span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1

@@ -63,7 +63,7 @@ def test_every_thread_has_stored_before_one_arrives(target: str) -> None:
     backend = TARGETS[target].backend
     steps, seen = STEPS[backend], compiled[0].ask(steps_of, backend)
     arrival = seen.index("arrival")
-    stored = max(place for place in range(arrival) if seen[place] == "store")
+    stored = max(index for index in range(arrival) if seen[index] == "store")
     assert seen[stored:][: len(steps) - 2] == list(steps)[:-2], seen
     assert "read" in seen[arrival:], seen
 

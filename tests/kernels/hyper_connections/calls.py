@@ -1,4 +1,4 @@
-"""Calls of the hyper-connection kernels, and what their results may differ by from those in float64."""
+"""Calls of the hyper-connection kernels, and tolerances of their results against float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPS, HC_EPS, ITERATIONS = 1e-6, 1e-6, 20
 COEFFICIENTS = 2e-5
 """Largest error of post and comb, which are of order one."""
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2e-5}
-"""Largest relative error of y and the streams: the neighbouring value, or a sum in another order."""
+"""Largest relative error of y and the streams: the neighbouring value, or a sum in a different order."""
 
 
 def arguments(
@@ -72,15 +72,15 @@ def exact(op: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
 
 
 def wrong(op: str, args: tuple[Any, ...], got: Any) -> str:
-    """Return what of `got` is not what `op` gives in float64, "" if nothing is."""
+    """Return the first difference of `got` from the results of `op` in float64, "" if there is none."""
     for name, actual, want in zip(_names(op), results(got), exact(op, args, got), strict=True):
         if not actual.is_contiguous() or actual.shape != want.shape:
             return f"{name} is {tuple(actual.shape)} with strides {actual.stride()}"
         error = (actual.double() - want).abs()
         allowed = torch.full_like(want, COEFFICIENTS)
         if name in ("streams", "y"):
-            # A new stream or y may be a small difference of large terms. Those of the head are streams whose rounding
-            # is not seen: float32 and float64 round one in a million to different neighbours.
+            # A new stream or y may be a small difference of large terms. Those of the head are streams before their
+            # rounding: float32 and float64 round one in a million to different neighbours.
             largest = want.abs().amax(-1, keepdim=True) / (4 if op == "mhc_head" else 64)
             allowed = ROUNDING[actual.dtype] * torch.maximum(want.abs(), largest)
         bad = ~(error <= allowed) & ~(actual.isnan() & want.isnan())

@@ -47,12 +47,12 @@ class Ranks:
 
     def fill(self, rank: int) -> None:
         """Write the part of a rank as its kernel would: a program for a token and a slice."""
-        part = self.parts[rank]
-        channels, slices = kernels._slices(part.shape[1])
-        for program in range(len(part) * slices):
+        output = self.parts[rank]
+        channels, slices = kernels._slices(output.shape[1])
+        for program in range(len(output) * slices):
             first = program % slices * channels
-            own = part[program // slices, first : first + channels]
-            self.boxes[rank][self.count & 1, program][: own.numel()] = own
+            channel_slice = output[program // slices, first : first + channels]
+            self.boxes[rank][self.count & 1, program][: channel_slice.numel()] = channel_slice
 
     @property
     def peers(self) -> Peers:
@@ -61,19 +61,19 @@ class Ranks:
     @property
     def addresses(self) -> Peers:
         """`peers` with addresses in place of tensors, as a GPU takes them: beyond 4 GiB, so that they have 64 bits."""
-        boxes, flags = (tuple(each.data_ptr() + (1 << 40) for each in every) for every in (self.boxes, self.flags))
+        boxes, flags = (tuple(tensor.data_ptr() + (1 << 40) for tensor in every) for every in (self.boxes, self.flags))
         return self.peers._replace(mailboxes=boxes, flags=flags, fault=self.fault.data_ptr() + (1 << 40))
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Names of what the kernel may write: this rank's mailboxes, and the flags of the others."""
+        """Names of tensors that the kernel may write: this rank's mailboxes, and the flags of the others."""
         flags = (f"peers.flags[{rank}]" for rank in range(RANKS) if rank != self.rank)
         mine = f"peers.mailboxes[{self.rank}]", "peers.counts", "peers.failed", "peers.fault"
         return *mine, *flags, f"peers.flags[{self.rank}]"  # own flags are read by an atomic operation
 
     @property
     def sum(self) -> Tensor:
-        total = sum(part.float() for part in self.parts)
+        total = sum(output.float() for output in self.parts)
         assert isinstance(total, Tensor)
         return total.to(self.parts[0].dtype)
 
@@ -97,8 +97,8 @@ def test_results_are_those_of_the_sum(rank: int, tokens: int, dtype: torch.dtype
     ranks = Ranks(call, rank, count=7 + rank)
     want = alone(call._replace(output=ranks.sum))
     got = launch(call._replace(output=padded(ranks.parts[rank])), ranks)
-    for each, expected in zip(got, want, strict=True):
-        assert_bitwise(each, expected)
+    for result, expected in zip(got, want, strict=True):
+        assert_bitwise(result, expected)
     programs = tokens * kernels._slices(dim)[1]
     assert (ranks.counts[:programs] == ranks.count).all() and (ranks.counts[programs:] == ranks.count - 1).all()
     for other in range(RANKS):
@@ -114,8 +114,8 @@ def test_counts_overflow_and_ranks_may_be_an_exchange_ahead(count: int, ahead: i
     call = MhcBoundary(*arguments("mhc_boundary", 2))
     ranks = Ranks(call, 1, count, ahead)
     want = alone(call._replace(output=ranks.sum))
-    for each, expected in zip(launch(call._replace(output=ranks.parts[1]), ranks), want, strict=True):
-        assert_bitwise(each, expected)
+    for result, expected in zip(launch(call._replace(output=ranks.parts[1]), ranks), want, strict=True):
+        assert_bitwise(result, expected)
     assert not ranks.failed.any()
 
 

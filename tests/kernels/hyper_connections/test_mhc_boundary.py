@@ -162,15 +162,15 @@ def test_iterations(iterations: int) -> None:
 
 @contextmanager
 def disorder(monkeypatch: pytest.MonkeyPatch, shuffle: Callable[[list[int]], None]) -> Iterator[None]:
-    """Run the programs of each launch in another order."""
+    """Run the programs of each launch in the order that `shuffle` gives."""
     builder = triton_interpreter.interpreter_builder
-    place, numbers = builder.set_grid_idx, list[int]()
+    set_grid_idx, numbers = builder.set_grid_idx, list[int]()
 
     def elsewhere(x: int, y: int, z: int) -> None:
         if x == 0:
             numbers[:] = range(builder.grid_dim[0])
             shuffle(numbers)
-        place(numbers[x], y, z)
+        set_grid_idx(numbers[x], y, z)
 
     with monkeypatch.context() as patch:
         patch.setattr(builder, "set_grid_idx", elsewhere)

@@ -13,7 +13,7 @@ COUNTING = ("red.shared.add", "atom.shared.add", "ld.shared.v4.b32 {$0, $1, $2, 
 
 
 def held_by_several(ttgir: str) -> list[str]:
-    """Return the counting instructions of a kernel whose elements more than one thread holds."""
+    """Return the counting instructions of a kernel with elements that more than one thread holds."""
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>", ttgir, re.MULTILINE))
     found = []
     for line in ttgir.splitlines():

@@ -71,4 +71,4 @@ def test_it_compiles_ahead_of_time(target: str) -> None:
         for fmt in ("indexer_fp8", "plain"):
             kernel.cp_gather_indexer_k(*arguments(fmt, [5, 9]), BLOCK, fmt)
     assert len(compiled) == 2
-    assert all(each.assembled for each in compiled)
+    assert all(binary.assembled for binary in compiled)

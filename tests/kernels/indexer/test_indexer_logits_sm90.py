@@ -80,23 +80,23 @@ class Launched(simulated_copies.Persistent):
 
 
 def modules(late: bool) -> dict[str, types.ModuleType]:
-    found = _modules()
+    stand_ins = _modules()
     groups = Groups()
     copies: dict[str, Callable[..., None]] = {"commit_group": groups.commit, "wait_group": groups.wait}
-    hopper = found[f"{GLUON}.language.nvidia.hopper"]
+    hopper = stand_ins[f"{GLUON}.language.nvidia.hopper"]
     if late:
         copies |= {"async_load": groups.copy}
     vars(hopper.mbarrier).update(arrive=READS.arrive)
     vars(hopper).update(warpgroup_mma_wait=READS.finish)
-    vars(found[f"{GLUON}.language.nvidia.ampere"].async_copy).update(copies)
-    vars(found[GLUON]).update(jit=lambda f=None, **_: Launched(f) if f else Launched)
-    vars(found[f"{GLUON}.language"]).update(
+    vars(stand_ins[f"{GLUON}.language.nvidia.ampere"].async_copy).update(copies)
+    vars(stand_ins[GLUON]).update(jit=lambda f=None, **_: Launched(f) if f else Launched)
+    vars(stand_ins[f"{GLUON}.language"]).update(
         uint8=torch.uint8,
         float16=torch.float16,
         num_programs=lambda axis: 2,
         maximum=lambda a, b, **_: Value(torch.maximum(*(torch.as_tensor(raw(x)) for x in (a, b)))),
     )
-    return found
+    return stand_ins
 
 
 _modules = simulated_copies.modules
@@ -104,7 +104,7 @@ _modules = simulated_copies.modules
 
 @pytest.fixture(scope="module", params=["early", "late"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Return the kernel for paged keys, whose copies land as early as possible, or as late."""
+    """Return the kernel for paged keys, with copies that land as early as possible, or as late."""
     late = request.param == "late"
     with (
         simulated_copies.landing_late() if late else contextlib.nullcontext(),
@@ -172,7 +172,7 @@ def test_order_keys_are_those_of_the_logits(kernel: Any, topk: int) -> None:
 
 @pytest.fixture(scope="module", params=["early", "late"])
 def ragged(request: pytest.FixtureRequest) -> Any:
-    """Return the kernel for gathered keys, whose copies land as early as possible, or as late."""
+    """Return the kernel for gathered keys, with copies that land as early as possible, or as late."""
     with mock.patch.object(simulated_copies, "modules", lambda: modules(request.param == "late")):
         return simulated_copies.simulated("indexer.score_ragged_sm90")
 
@@ -238,8 +238,8 @@ def test_unsupported_calls_name_the_limit_and_the_value(kernel: Any, ragged: Any
     assert "contiguous, these have strides (256, 1)" in of_rows(ragged_call(q, k[::2], k_scale[::2]))
     odd_keys = torch.zeros(9 * 128 + 8, dtype=torch.uint8)[8:].view(9, 128)
     assert "16 bytes and scales at one of 4, these start at bytes 8 and 0" in of_rows(ragged_call(q, odd_keys, k_scale))
-    whole = handed_over(pages.contiguous(), 16)
-    assert of_pages(paged_call(handed_over(q, 32), whole)) == of_rows(ragged_call(q, handed_over(k), k_scale)) == ""
+    aligned = handed_over(pages.contiguous(), 16)
+    assert of_pages(paged_call(handed_over(q, 32), aligned)) == of_rows(ragged_call(q, handed_over(k), k_scale)) == ""
     assert "multiples of 16 bytes" in of_pages(paged_call(handed_over(q, 8), pages))
     assert "these start at byte 8" in of_pages(paged_call(q, handed_over(pages, 8)))
     assert "at bytes 4 and 0" in of_rows(ragged_call(q, handed_over(k, 4), k_scale))

@@ -39,7 +39,7 @@ from tests.tools.compiled_facts import compiled_for
 interpreted = pytest.mark.interpreted
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
 SUM = Tolerance(abs=2e-5, rel=2e-5, cosine=1e-10)
-"""float32 sums of 128 products of order one, then of up to 64 heads, in another order."""
+"""float32 sums of 128 products of order one, then of up to 64 heads, in a different order."""
 INF, NAN = math.inf, math.nan
 LOGITS = REFERENCES["indexer_logits"]
 OUTPUTS = ("p_out", "outputs[0]", "best[0]", "best[1]", "p_arrived")
@@ -300,8 +300,8 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
             launcher("indexer_logits_topk")(*batch(fmt, 2, heads=64, block=64, columns=8), 512)
         launcher("indexer_logits")(*batch("indexer_fp8", 2, heads=64, block=64, columns=8), 512)
     assert len(compiled) == 2 * len(formats) + 1
-    assert all(each.assembled for each in compiled)
+    assert all(binary.assembled for binary in compiled)
     # The selection starts while entries are scored; it waits for them before it reads a key.
-    waits = {each.metadata.name for each in compiled if fake_triton.WAIT in each.asm.get("ptx", "")}
+    waits = {binary.metadata.name for binary in compiled if fake_triton.WAIT in binary.asm.get("ptx", "")}
     sm90 = {"indexer_score_sm90_kernel"} if target == "sm_90" else set()
     assert waits == (sm90 | {"select_topk_kernel"} if early else set())

@@ -29,7 +29,7 @@ from tests.tools.compiled_facts import compiled_for
 interpreted = pytest.mark.interpreted
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
 SUM = Tolerance(abs=2e-5, rel=2e-5, cosine=1e-10)
-"""float32 sums of 128 products of order one, then of up to 64 heads, in another order."""
+"""float32 sums of 128 products of order one, then of up to 64 heads, in a different order."""
 INF, NAN = math.inf, math.nan
 SMALL = (16, 16, 4, 1)
 OUTPUTS = ("p_out", "p_lens", "outputs[0]", "best[0]", "best[1]", "p_arrived")
@@ -76,7 +76,7 @@ def batch(fmt: str, tokens: int, rows: int = 70, heads: int = 4, dim: int = 128)
     keys = torch.randn(rows, dim)
     gathered: tuple[Tensor, ...] = (keys, torch.empty(rows, 0, dtype=torch.uint8))
     if fmt != "plain":
-        gathered = tuple(part.view(torch.uint8) for part in quantize_indexer(keys.bfloat16().float(), fmt))
+        gathered = tuple(tensor.view(torch.uint8) for tensor in quantize_indexer(keys.bfloat16().float(), fmt))
     gathered = tuple(torch.cat((x, poison_(torch.empty_like(x))))[:rows] for x in gathered)
     starts = torch.sort(torch.randint(3, (tokens,))).values * (rows // 4)
     ends = starts + torch.randint(-2, rows // 2, (tokens,))
@@ -186,5 +186,5 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     with compiled_for(target) as compiled:
         launcher(OP)(*batch("indexer_fp8", 2, heads=64), 512)
     assert (compiled[0].metadata.name == "indexer_score_ragged_sm90_kernel") is (target == "sm_90")
-    assert all(each.assembled for each in compiled)
-    assert max(each.metadata.shared for each in compiled) <= 64 * 1024 or not target.startswith("gfx942")
+    assert all(binary.assembled for binary in compiled)
+    assert max(binary.metadata.shared for binary in compiled) <= 64 * 1024 or not target.startswith("gfx942")

@@ -171,5 +171,5 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
         for fmt, transform in variants:
             kernel.indexer_q_rope_quant(*arguments(2, 64), fmt, transform)
     assert len(compiled) == len(variants)
-    assert all(each.assembled for each in compiled)
-    assert all(begins_early(each) == early for each in compiled)
+    assert all(binary.assembled for binary in compiled)
+    assert all(begins_early(binary) == early for binary in compiled)

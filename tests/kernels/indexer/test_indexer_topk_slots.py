@@ -1,4 +1,4 @@
-"""The selecting kernel with slots for entries: the map of what it selects without, every access checked."""
+"""The selecting kernel with slots for entries: its selection without them, mapped; every access checked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def arguments(fmt: str, tokens: int, topk: int, block: int = 4, extra_block: int
 
 
 def compare(args: list[Any], **tiles: Any) -> None:
-    """Equal to the map of what the same kernel selects as entries."""
+    """Compare with the mapped entries that the same kernel selects."""
     chosen = launcher("indexer_logits_topk")(*args[:10])
     want = global_topk(chosen, args[5], *args[10:])
     for name, got, expected in zip(("slots", "lens"), slots(*args, **tiles), want, strict=True):
@@ -108,8 +108,8 @@ def test_a_slot_that_int32_cannot_hold_is_dropped() -> None:
 @interpreted
 def test_nothing_reachable_gives_padding() -> None:
     args = arguments("indexer_fp8", 3, 4)
-    for index, part in ((3, args[3][:0]), (4, args[4][:, :0]), (10, args[10][:0]), (10, args[10][:, :0])):
-        got, lens = slots(*args[:index], part, *args[index + 1 :])
+    for index, empty in ((3, args[3][:0]), (4, args[4][:, :0]), (10, args[10][:0]), (10, args[10][:, :0])):
+        got, lens = slots(*args[:index], empty, *args[index + 1 :])
         assert got.tolist() == [[-1] * 4] * 3
         assert lens.tolist() == [0] * 3
     got, lens = slots(*(x[:0] for x in args[:3]), *args[3:])
@@ -123,4 +123,4 @@ def test_it_compiles_ahead_of_time(target: str) -> None:
     with compiled_for(target) as compiled:
         launcher("indexer_topk_slots")(*batch("indexer_fp8", 2, heads=64, block=64, columns=8), 512, table, valid, 64)
     assert len(compiled) == 2
-    assert all(each.assembled for each in compiled)
+    assert all(binary.assembled for binary in compiled)

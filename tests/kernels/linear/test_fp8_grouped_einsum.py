@@ -24,7 +24,7 @@ Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the Triton kernel on every GPU; those of sm_90 have test files of their own."""
+    """Run the Triton kernel on every GPU; those of sm_90 have separate test files."""
     monkeypatch.setattr(gemm, "sm90_module", lambda gpu, stem: None)
 
 
@@ -81,7 +81,7 @@ def test_k_of_zero_is_unsupported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "tokens"), [(target, n) for target, own in shared_out((5, 300)).items() for n in own]
+    ("target", "tokens"), [(target, n) for target, counts in shared_out((5, 300)).items() for n in counts]
 )
 def test_both_launches_compile_ahead_of_time(target: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (gemm, fp8_linear):

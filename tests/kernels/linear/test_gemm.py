@@ -28,7 +28,7 @@ WRITTEN = ("p_out", "p_partial", "p_arrived", *(f"results[{i}]" for i in range(3
 GEMM = "gemm_kernel"
 
 NEIGHBOUR = {
-    # float32 sums of unit-variance terms in another order; what they cancel to decides the relative error.
+    # float32 sums of unit-variance terms in a different order; cancellation decides the relative error.
     torch.float32: Tolerance(abs=2e-4, rel=1e-5, cosine=1e-11),
     torch.bfloat16: Tolerance(abs=2e-4, rel=1.01 / 128, cosine=1e-6),
     torch.float16: Tolerance(abs=2e-4, rel=1.01 / 1024, cosine=1e-8),
@@ -37,7 +37,7 @@ NEIGHBOUR = {
 
 @pytest.fixture(autouse=True)
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the Triton kernel on every GPU; those of sm_90 have test files of their own."""
+    """Run the Triton kernel on every GPU; those of sm_90 have separate test files."""
     monkeypatch.setattr(kernels, "sm90_module", lambda gpu, stem: None)
 
 
@@ -271,7 +271,7 @@ def compile_all(target: str, monkeypatch: pytest.MonkeyPatch, tokens: int) -> li
 
 @pytest.mark.parametrize(
     ("target", "tokens"),
-    [("sm_90", 64), *((target, each) for target, own in shared_out((5, 300)).items() for each in own)],
+    [("sm_90", 64), *((target, tokens) for target, counts in shared_out((5, 300)).items() for tokens in counts)],
 )
 def test_they_compile_ahead_of_time_within_shared_memory(
     target: str, tokens: int, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""The sm_90 GEMM whose CTAs share tiles in clusters, simulated (see tests/simulator/cluster.py), and compiled."""
+"""The sm_90 GEMM with CTAs that share tiles in clusters, simulated (see tests/simulator/cluster.py), and compiled."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def hopper(request: pytest.FixtureRequest) -> Iterator[Any]:
         mock.patch.object(Pointer, "dtype", element, create=True),
         mock.patch.object(base.Shared, "dtype", property(lambda s: s.data.dtype), create=True),
     ):
-        found = base.simulated("linear.gemm_sm90_cluster")
-        with simulated_cluster.clustered(found):
-            yield found
+        module = base.simulated("linear.gemm_sm90_cluster")
+        with simulated_cluster.clustered(module):
+            yield module
 
 
 def launched(hopper: Any, cluster: int, operands: tuple[Tensor | None, ...], out: Tensor, **more: Any) -> None:
@@ -100,9 +100,9 @@ def test_how_many_k_blocks_are_loaded_ahead_changes_no_bit(hopper: Any) -> None:
 def test_tiles_of_two_halves_load_few_k_blocks_ahead(tokens: int, ahead: int | None) -> None:
     weight, scale = torch.empty(1024, 4096, dtype=torch.float8_e4m3fn), torch.empty(8, 32)
     x, x_scale = torch.empty(tokens, 1, 4096, dtype=weight.dtype), torch.empty(tokens, 1, 32)
-    with launches(clusters) as found:
+    with launches(clusters) as calls:
         clusters.launch(Operands(x, x_scale, weight, scale), torch.empty(tokens, 1024, dtype=BF16), GPU)
-    assert found[0]["AHEAD"] == (ahead or found[0]["RING"])
+    assert calls[0]["AHEAD"] == (ahead or calls[0]["RING"])
 
 
 def test_halves_give_the_reference(hopper: Any) -> None:
@@ -162,7 +162,7 @@ def test_sums_of_unsplit_tiles_are_those_of_any_cta(hopper: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [70, 128])
 def test_sums_are_quantized_where_they_are_combined(hopper: Any, tokens: int) -> None:
-    """Bit for bit as what the same launch gives would be; a NaN keeps to its token and tile of 128 columns."""
+    """Bit for bit like the quantized output of the same launch; a NaN keeps to its token and tile of 128 columns."""
     x, scale = torch.randn(tokens, 2, 1024).to(F8), torch.rand(tokens, 2, 8) + 0.5
     scale[-1, 1, 1] = torch.nan
     weight, weight_scale = e4m3(2 * 256, 1024), block_scale(2 * 256, 1024)
@@ -243,7 +243,7 @@ def test_rows_of_hidden_get_the_clusters_that_were_the_fastest(others: int, toke
 def test_ctas_take_unsplit_tiles_where_not_all_can_be_split(
     rows: int, size: int, others: int, tokens: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the rows of HCA and CSA in Flash and Pro; 39 tiles, one of them split; too few K-blocks to split. In
+    """With the rows of HCA and CSA in Flash and Pro; 39 tiles, one of them split; too few K-blocks to split. In
     clusters, or each by itself."""
     launches = []
 
@@ -362,9 +362,9 @@ def test_more_tokens_than_a_tile_of_few_has_are_for_clusters(tokens: int, monkey
         monkeypatch.setattr(module, "gpu_of", lambda device: GPU)
 
     def way(call: Any, *args: Any) -> str:
-        with pytest.raises(Chosen) as found:
+        with pytest.raises(Chosen) as caught:
             call(*args)
-        return str(found.value)
+        return str(caught.value)
 
     x, weight, scale = torch.empty(tokens, 8, 4096, dtype=F8), torch.empty(8192, 4096, dtype=F8), torch.empty(64, 32)
     many = "clusters" if tokens > 64 else "few"

@@ -1,4 +1,4 @@
-"""The sm_90 GEMM of many tokens, simulated (see tests/simulator/gluon.py for what that means), and compiled."""
+"""The sm_90 GEMM of many tokens, simulated (see tests/simulator/gluon.py), and compiled."""
 
 from __future__ import annotations
 
@@ -188,6 +188,6 @@ def test_what_it_does_not_take() -> None:
     assert "x must come quantized" in unsupported(x.bfloat16(), weight, out, True)
     assert "multiple of 128 rows" in unsupported(x, weight[:200], out)
     assert "the weight's dtype" in unsupported(x.bfloat16(), weight, out)
-    # Results beside those of 3 rows more: TMA takes no rows 1036 bytes apart.
+    # A row stride of 1036 bytes is no multiple of 16, as TMA requires.
     beside = torch.empty(200, 259)[:, :256]
     assert "16 bytes" in unsupported(x, weight, beside)

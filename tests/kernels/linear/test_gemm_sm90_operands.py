@@ -40,7 +40,7 @@ def every_bfloat16() -> Tensor:
 
 @pytest.mark.parametrize("largest", [None, 0.0, 1e-38, 2.0**-32, 448.0, 449.0, 3e4, 3.38e38, torch.inf, torch.nan])
 def test_pairs_of_bfloat16_are_quantized_to_the_bits_of_the_reference(operands: Any, largest: float | None) -> None:
-    """In K-blocks of neighbours, and beside a magnitude that may be far from theirs."""
+    """In K-blocks of neighbours, and of values with one far larger magnitude."""
     x = every_bfloat16()
     if largest is not None:
         x = torch.where(x.float().abs() > largest, x.sign() * largest * 2**-9, x)
@@ -87,17 +87,17 @@ def order_of(compiled: Any) -> tuple[list[int], int, int]:
 
 
 def compiled(tokens: int, beside: int) -> Any:
-    """V4-Flash's GEMM of hidden, alone or with another in one launch."""
+    """V4-Flash's GEMM of hidden, alone or with a second one in one launch."""
     x, out = torch.empty(tokens, HIDDEN, dtype=BF16), torch.empty(tokens, PROJECTED + beside)
     weight, scale = torch.empty(PROJECTED, HIDDEN, dtype=E4M3), torch.empty(PROJECTED // 128, HIDDEN // 128)
-    with compiled_for("sm_90") as found:
+    with compiled_for("sm_90") as binaries:
         if beside:
             other = torch.empty(beside, HIDDEN, dtype=BF16)
             assert gemm_sm90_pair.why_unsupported(x, weight, other, GPU) == ""
             gemm_sm90_pair.launch(x, weight, scale, other, out, GPU)
         else:
             gemm_sm90_small.launch(Operands(x[:, None], None, weight, scale), out.to(BF16), True, GPU)
-    return found[0]
+    return binaries[0]
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def wide_rows(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.fixture(scope="module")
 def hopper() -> Iterator[Any]:
-    with simulated_products() as found:
-        yield found
+    with simulated_products() as products:
+        yield products
 
 
 @pytest.mark.parametrize("tiling", [(256, 8, 1, 2), (128, 4, 2, 1), (64, 4, 3, 3), (64, 4, 2, 1), (64, 4, 3, 2, True)])
@@ -309,16 +309,16 @@ def test_a_launch_asks_for_clusters(tokens: int, monkeypatch: pytest.MonkeyPatch
     compilers = kernel.ask(_shared)
     assert shared >= max(gemm_sm90_epilogue.combine_fetched_bytes(tokens, 64), compilers) > 0
     names = gemm_sm90_small.gemm_sm90_small_kernel.arg_names
-    given = dict(zip(names, args, strict=True))
-    config = given["config"]
-    assert (given["tokens"], config.splits, config.cluster, given["num_warps"]) == (tokens, 8, True, 4)
+    arguments = dict(zip(names, args, strict=True))
+    config = arguments["config"]
+    assert (arguments["tokens"], config.splits, config.cluster, arguments["num_warps"]) == (tokens, 8, True, 4)
     ptx = kernel.asm["ptx"]
     sent = "mbarrier_init.release", "arrive.relaxed", "wait.acquire", "complete_tx::bytes.v4.f32"
     sent += "parity.acquire.cluster", "st.global"
     fetched = "st.shared.f32", "arrive.release", "wait.acquire", "ld.shared::cluster", "st.global", "arrive.relaxed"
-    place = 0
+    offset = 0
     for instruction in fetched if tokens == 64 else sent:
-        place = ptx.index(instruction, place)
+        offset = ptx.index(instruction, offset)
     assert ptx.count("barrier.cluster.arrive") == (2 if tokens == 64 else 1)
     # Both pieces of shared memory that the PTX names exist.
     assert kernel.assembled
@@ -328,11 +328,11 @@ def test_a_launch_asks_for_clusters(tokens: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("block_m", [8, 16, 32, 64])
 def test_combiners_cover_a_tile_and_mailboxes_fit_default_shared_memory(splits: int, block_m: int) -> None:
     """Partial sums use either a mailbox of 48 KiB at most, or fetches."""
-    for each in (1, 8, 9):
-        combined = gemm_sm90_epilogue.tokens_per_combiner(splits, block_m, each)
+    for rows in (1, 8, 9):
+        combined = gemm_sm90_epilogue.tokens_per_combiner(splits, block_m, rows)
         assert combined % 2 == 0 and combined <= block_m <= combined * splits
         for block_n in (64, 128):
-            mailbox = gemm_sm90_epilogue.combine_mailbox_bytes(splits, block_m, block_n, each)
+            mailbox = gemm_sm90_epilogue.combine_mailbox_bytes(splits, block_m, block_n, rows)
             fetched = gemm_sm90_epilogue.combine_fetched_bytes(block_m, block_n)
             assert (mailbox > 0) != (fetched > 0)
             assert 4 * splits * combined * block_n < mailbox <= DEFAULT_SHARED_BYTES or mailbox == 0

@@ -22,13 +22,13 @@ from tests.tools.compiled_facts import compiled_for
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ALONE = (64, 4, 2, 1)
-"""A tiling whose CTAs share no tile."""
+"""A tiling with CTAs that share no tile."""
 
 
 @pytest.fixture(scope="module")
 def hopper() -> Iterator[Any]:
-    with landing_late(), simulated_products() as found:
-        yield found
+    with landing_late(), simulated_products() as products:
+        yield products
 
 
 @pytest.mark.parametrize("pace", [0, 1, 2, 3, 5])
@@ -96,10 +96,10 @@ def test_layers_whose_weights_were_faster_so_are_paced(
     x, weight = torch.empty(tokens, 1, size, dtype=dtype), torch.empty(rows, size, dtype=dtype)
     scaled = dtype is E4M3
     scales = (torch.empty(tokens, 1, size // 128), torch.empty(rows // 128, size // 128)) if scaled else (None, None)
-    with launches(gemm_sm90_small) as found:
+    with launches(gemm_sm90_small) as calls:
         out = torch.empty(tokens, rows, dtype=BF16)
         gemm_sm90_small.launch(Operands(x, scales[0], weight, scales[1]), out, False, GPU)
-    assert found[0]["config"].pace == pace
+    assert calls[0]["config"].pace == pace
 
 
 @pytest.mark.parametrize(("ctas_per_sm", "tokens"), [(1, 8), (2, 8), (2, 64), (3, 8), (3, 64)])

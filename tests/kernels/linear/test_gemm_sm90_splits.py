@@ -25,8 +25,8 @@ SM_REGISTERS = 1 << 16
 @pytest.fixture(scope="module", **EARLY_AND_LATE)
 def hopper(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Yield the simulated kernels, with copies that land as early as they may, and as late."""
-    with request.param(), simulated_products() as found:
-        yield found
+    with request.param(), simulated_products() as products:
+        yield products
 
 
 UNEVEN = (64, (128, 8, 1, 7, True)), (14, (128, 4, 2, 7, True)), (60, (256, 8, 1, 7, True))
@@ -92,12 +92,12 @@ def test_nothing_is_spilled_and_code_is_not_repeated(
         operands = Operands(x, x_scale, weight, scale)
         gemm_sm90_small.launch(operands, out, way == "quantizes x", GPU, out_scale)
     (kernel,) = compiled
-    # Beside the compiler's shared memory there are a cluster's mailbox and what every CTA reserves.
+    # To the compiler's shared memory, a cluster's mailbox and the reserve of every CTA are added.
     assert (kernel.packed_metadata[2] + kernel.resources()["SHARED"]) * tiling[2] <= 228 * 1024
     assert f"wgmma.mma_async.sync.aligned.m64n{min(tokens, 64)}k32.f32.e4m3.e4m3" in kernel.asm["ptx"]
     quantize = way == "quantizes x"
-    of, each = gemm_sm90_small.tiling_of(x, weight, GPU, quantize)
-    resident = gemm_sm90_small.ring_depth(of, min(tokens, 64), each, quantize) == each
+    of, depth = gemm_sm90_small.tiling_of(x, weight, GPU, quantize)
+    resident = gemm_sm90_small.ring_depth(of, min(tokens, 64), depth, quantize) == depth
     assert kernel.asm["ptx"].count("cp.async.bulk.tensor.2d") == (2 - quantize) * (2 - resident)
     # With one group and one tile of tokens a CTA locates its tile without a division.
     divisions = kernel.asm["ptx"].count("div.s32") + kernel.asm["ptx"].count("rem.s32")

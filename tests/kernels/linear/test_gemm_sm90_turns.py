@@ -21,8 +21,8 @@ from tests.tools.compiled_facts import compiled_for
 
 @pytest.fixture(scope="module")
 def hopper() -> Iterator[Any]:
-    with simulated_products() as found:
-        yield found
+    with simulated_products() as products:
+        yield products
 
 
 def test_memory_is_asked_for_that_the_compiler_does_not_know_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +53,9 @@ def test_mmas_are_spread_evenly(k_blocks: int, mmas: int, wide: int) -> None:
 def test_ctas_alone_on_their_sm_with_all_k_blocks_in_the_ring_issue_mmas_ahead(rows: int, size: int, mmas: int) -> None:
     x, scale = torch.empty(64, 1, size, dtype=torch.float8_e4m3fn), torch.empty(64, 1, size // 128)
     weight, weight_scale = torch.empty(rows, size, dtype=x.dtype), torch.empty(rows // 128, size // 128)
-    with launches(gemm_sm90_small) as found:
+    with launches(gemm_sm90_small) as calls:
         gemm_sm90_small.launch(Operands(x, scale, weight, weight_scale), torch.empty(64, rows), False, GPU)
-    assert found[0]["config"].mmas == mmas
+    assert calls[0]["config"].mmas == mmas
 
 
 @pytest.mark.parametrize("k_blocks", range(1, 9))

@@ -89,5 +89,5 @@ def test_it_compiles_ahead_of_time(target: str) -> None:
     with compiled_for(target) as compiled:
         launcher("advance")(*arguments(128, 1, 1))
         launcher("advance")(*arguments(128, 4, 4))
-    assert all(each.assembled for each in compiled)
+    assert all(binary.assembled for binary in compiled)
     assert len(compiled) == 2

@@ -174,5 +174,5 @@ def test_it_compiles_ahead_of_time(target: str) -> None:
     with compiled_for(target) as compiled:
         launcher("batch_metadata")(*decode.values())
         launcher("batch_metadata")(*arguments(MIXED, 13, groups=("window", "c128"), engine=torch.arange(13)).values())
-    assert all(each.assembled for each in compiled)
+    assert all(binary.assembled for binary in compiled)
     assert len(compiled) == 2

@@ -102,4 +102,4 @@ def test_it_compiles_ahead_of_time(target: str) -> None:
         launcher("combine_topk_swa")(*args)
         launcher("combine_topk_swa_ragged")(*args)
     assert len(compiled) == 2
-    assert all(each.assembled for each in compiled)
+    assert all(binary.assembled for binary in compiled)

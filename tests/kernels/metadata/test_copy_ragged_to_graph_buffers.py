@@ -71,5 +71,5 @@ def test_any_strides(spread: Any) -> None:
 def test_it_compiles_ahead_of_time(target: str) -> None:
     with compiled_for(target) as compiled:
         kernel.copy_ragged_to_graph_buffers(*arguments(5, 20, 30, 9))
-    assert all(each.assembled for each in compiled)
+    assert all(binary.assembled for binary in compiled)
     assert len(compiled) == 1

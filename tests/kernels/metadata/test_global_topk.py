@@ -97,4 +97,4 @@ def test_it_compiles_ahead_of_time(target: str) -> None:
         for width in (512, 1024):
             kernel.global_topk(*arguments(3, width))
     assert len(compiled) == 2
-    assert all(each.assembled for each in compiled)
+    assert all(binary.assembled for binary in compiled)

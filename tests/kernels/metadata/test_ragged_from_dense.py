@@ -86,5 +86,5 @@ def test_it_compiles_ahead_of_time(target: str) -> None:
     with compiled_for(target) as compiled:
         kernel.ragged_from_dense(rows[:, :128], torch.zeros(3, dtype=torch.int32))
         mapping.global_topk_ragged(*arguments(rows))
-    assert all(each.assembled for each in compiled)
+    assert all(binary.assembled for binary in compiled)
     assert len(compiled) == 4

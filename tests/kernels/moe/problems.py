@@ -1,4 +1,4 @@
-"""Not a test: experts of small sizes in every format, and what their results are compared with."""
+"""Not a test: experts of small sizes in every format, and the reference of their results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dsv4_compile.reference.moe.moe_experts import ExpertsArguments, moe_experts
 
 FORMATS = ("bfloat16", "e4m3", "mxfp4", "interleaved")
 E8M0_BYTES = (0, 1, 2, 60, 127, 128, 129, 200, 251, 252, 253, 254, 255)
-"""Scales at the ends of what float32 and a kernel's usual way hold, and between them."""
+"""Scales at the ends of the ranges of float32 and of a kernel's fast path, and between them."""
 ACCURACY = 3e-3
 """Relative error of all results against float32 on the dequantised weights."""
 
 
 def weight(kind: str, *shape: int, device: Any = "cpu") -> tuple[Tensor, Tensor | None]:
-    """Return a random weight whose rows keep the size of what they multiply, and its scales."""
+    """Return a random weight that keeps the magnitude of its inputs, and its scales."""
     values = torch.randn(shape, device=device) * shape[-1] ** -0.5
     if kind == "float32":
         return values, None
@@ -68,7 +68,7 @@ def experts(
 
 
 def with_scale(call: ExpertsArguments, name: str, byte: int, down: int = 14) -> ExpertsArguments:
-    """Return a call in which all scales of MXFP4 weight `name`, filled in place, are `byte`.
+    """Return a call with all scales of MXFP4 weight `name`, filled in place, equal to `byte`.
 
     x is 2^10 times as large with a small scale and 2^-down with a large one, and the largest weights are left out at
     the largest scales, so that sums stay within float32.
@@ -82,7 +82,7 @@ def with_scale(call: ExpertsArguments, name: str, byte: int, down: int = 14) -> 
 def places_by_expert(ids: Tensor, first: int, count: int) -> dict[int, list[int]]:
     """Return the places of each of `count` experts from id `first` on that has any, in their order."""
     local = (ids.long() - first).tolist()
-    return {e: [p for p, own in enumerate(local) if own == e] for e in range(count) if e in local}
+    return {e: [p for p, expert in enumerate(local) if expert == e] for e in range(count) if e in local}
 
 
 def exact(call: ExpertsArguments) -> Tensor:

@@ -14,9 +14,9 @@ from dsv4_compile._compat import triton_interpreter
 
 @contextmanager
 def random_order(seed: int) -> Iterator[None]:
-    """Give program n of every launch in the block the work of another one, each its own."""
+    """Permute the programs of every launch in the block."""
     builder, executor = triton_interpreter.interpreter_builder, triton_interpreter.GridExecutor
-    place, call = builder.set_grid_idx, executor.__call__
+    set_grid_idx, call = builder.set_grid_idx, executor.__call__
     orders: dict[str, Any] = {}
 
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -28,7 +28,7 @@ def random_order(seed: int) -> Iterator[None]:
         if not orders:
             orders["order"] = np.random.default_rng(seed).permutation(int(np.prod(sizes)))
         flat = int(orders["order"][(x * sizes[1] + y) * sizes[2] + z])
-        place(flat // (sizes[1] * sizes[2]), flat // sizes[2] % sizes[1], flat % sizes[2])
+        set_grid_idx(flat // (sizes[1] * sizes[2]), flat // sizes[2] % sizes[1], flat % sizes[2])
 
     with mock.patch.object(executor, "__call__", start), mock.patch.object(builder, "set_grid_idx", moved):
         yield

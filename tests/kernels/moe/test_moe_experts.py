@@ -158,12 +158,12 @@ def test_a_plan_has_every_place_of_an_expert_once_in_order(
         ids = hostile_indices((places,), count, fraction=0.2) + 5
         with poisoned_empty(), checked(mutated=WRITTEN), random_order(most):
             order, tiles = expert_plan.plan_places(ids, 5, count, tile)
-        found: dict[int, list[int]] = {}
+        planned: dict[int, list[int]] = {}
         for expert, first, end, _ in tiles.tolist():
             if expert >= 0:
                 assert first < end
-                found[expert] = found.get(expert, []) + order[first : min(end, first + tile)].tolist()
-        assert found == places_by_expert(ids, 5, count)
+                planned[expert] = planned.get(expert, []) + order[first : min(end, first + tile)].tolist()
+        assert planned == places_by_expert(ids, 5, count)
 
 
 @interpreted
@@ -268,7 +268,7 @@ def test_unsupported_calls_say_why() -> None:
 
 
 def flash(tokens: int, kind: str, shared: str, count: int = 256, inner: int = 2048) -> ExpertsArguments:
-    """Return arguments of V4-Flash's sizes, whose weights take no memory."""
+    """Return arguments of V4-Flash's sizes, with weights that take no memory."""
 
     def weight(form: str, *shape: int) -> tuple[Tensor, Tensor | None]:
         if form == "bfloat16":
@@ -299,8 +299,10 @@ VARIANTS = (
     ("mxfp4", "", 1),
     ("e4m3", "e4m3", 300),
 )
-CASES = [(target, *each) for target, own in shared_out(VARIANTS).items() for each in own]
-CASES += [("sm_90", *each, tokens) for each in (("mxfp4", "e4m3"), ("bfloat16", "bfloat16")) for tokens in (400, 1100)]
+CASES = [(target, *variant) for target, variants in shared_out(VARIANTS).items() for variant in variants]
+CASES += [
+    ("sm_90", *formats, tokens) for formats in (("mxfp4", "e4m3"), ("bfloat16", "bfloat16")) for tokens in (400, 1100)
+]
 
 
 def test_the_shared_expert_leaves_shared_memory_for_two_ctas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def check(call: ExpertsArguments, seed: int = 0) -> Tensor:
 
 
 def few(tokens: int, **sizes: Any) -> ExpertsArguments:
-    """Return arguments whose CTAs fill the GPU of these tests, and whose experts have few tokens each."""
+    """Return arguments with enough CTAs to fill the GPU of these tests, and few tokens per expert."""
     return experts(tokens, **{"kind": "mxfp4", "shared": "e4m3", "inner": 384, "count": 12} | sizes)
 
 
@@ -180,12 +180,12 @@ def test_a_plan_has_every_place_of_an_expert_once_in_order(places: int, count: i
     with poisoned_empty(), checked(mutated=WRITTEN), random_order(places):
         planned = torch.empty(tiles, 10, dtype=torch.int32)
         plan_kernel[(-(-places // 16),)](planned, ids, places, 5, tiles, plan)
-    found: dict[int, list[int]] = {}
-    for expert, number, *own in planned.tolist():
+    by_expert: dict[int, list[int]] = {}
+    for expert, number, *rows in planned.tolist():
         if expert >= 0:
             assert 1 <= number <= 8
-            found[expert] = found.get(expert, []) + own[:number]
-    assert found == places_by_expert(ids, 5, count)
+            by_expert[expert] = by_expert.get(expert, []) + rows[:number]
+    assert by_expert == places_by_expert(ids, 5, count)
 
 
 def test_what_fits_is_few_places_an_expert_in_checkpoint_formats() -> None:

@@ -66,8 +66,8 @@ def test_a_float32_gate_is_multiplied_exactly() -> None:
     x[0, 0] = 1
     gate[:, 0] = torch.tensor([1 + k * 2.0**-23 for k in torch.randperm(16).tolist()])
     logits = torch.zeros(kernels.CHUNKS, 1, 16)
-    made = torch.empty
-    with mock.patch.object(torch, "empty", lambda shape, **how: logits if len(shape) == 3 else made(shape, **how)):
+    empty = torch.empty
+    with mock.patch.object(torch, "empty", lambda shape, **how: logits if len(shape) == 3 else empty(shape, **how)):
         kernels.moe_route(x, gate, None, None, None, 4)
     assert_bitwise(logits.sum(0)[0], gate[:, 0])
 

@@ -34,7 +34,7 @@ interpreted = pytest.mark.interpreted
 
 CACHE = 8
 FLOAT32 = Tolerance(abs=5e-6, rel=5e-6, cosine=1e-11)
-"""Sums of at most 128 terms and one of d squares, in another order, and exponentials of another library."""
+"""Sums of at most 128 terms and one of d squares, in a different order, and exponentials of a second library."""
 FORMATS = [("fp8_ds_mla", 512), ("fp8", 32), ("indexer_fp8", 128), ("indexer_mxfp4", 128), ("plain", 32)]
 
 
@@ -64,7 +64,7 @@ def both(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 
 def engine_after(tokens: int, ratio: int, *, stop: int | None = None, **options: Any) -> tuple[Engine, tuple[Any, ...]]:
-    """A request whose states are all saved, and the arguments that store its entries."""
+    """Return a request with all states saved, and the arguments that store its entries."""
     engine = Engine(ratio, **options)
     dirty = copied(engine.cache)
     positions = one_request(range(tokens))
@@ -272,5 +272,5 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
                 CompressArguments(*where, 1e-6, ratio, state_block, block, fmt, dim == 128)
             )
     assert len(compiled) == len(layers)
-    assert all(each.assembled for each in compiled)
-    assert all(begins_early(each) == early for each in compiled)
+    assert all(binary.assembled for binary in compiled)
+    assert all(begins_early(binary) == early for binary in compiled)

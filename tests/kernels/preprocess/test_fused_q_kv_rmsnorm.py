@@ -19,7 +19,7 @@ interpreted = pytest.mark.interpreted
 EPS = 1e-6
 
 NEIGHBOUR = {
-    # The sum of squares is in another order, which moves the norm by its last bits.
+    # The sum of squares has a different order, which moves the norm by its last bits.
     torch.float32: Tolerance(abs=1e-7, rel=1e-6, cosine=1e-12),
     torch.bfloat16: Tolerance(abs=1e-6, rel=1.01 / 128, cosine=1e-6),
     torch.float16: Tolerance(abs=1e-6, rel=1.01 / 1024, cosine=1e-8),
@@ -83,4 +83,4 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     with compiled_for(target) as compiled:
         kernels.fused_q_kv_rmsnorm(both[:, :1536], both[:, 1536:], torch.ones(1536), torch.ones(512), EPS)
     assert [bool(kernel.assembled) for kernel in compiled] == [True]
-    assert all(begins_early(each) == early for each in compiled)
+    assert all(begins_early(binary) == early for binary in compiled)

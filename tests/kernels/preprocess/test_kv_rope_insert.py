@@ -28,7 +28,7 @@ def rope_table(rope_dim: int) -> Tensor:
 
 
 def poisoned_cache(fmt: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """Storage full of NaN, and a cache in it whose pages are further apart than they are long."""
+    """Return storage full of NaN, and a cache in it with a page stride above the page size."""
     shape = layout.cache_shape(fmt, PAGES, BLOCK, dim)
     used = math.prod(shape[1:])
     stride = layout.PAGE_LAYOUTS[fmt].page_stride(BLOCK) if fmt in layout.PAGE_LAYOUTS else used + 32
@@ -145,4 +145,4 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
             cache = layout.allocate_cache(fmt, PAGES, 64)
             kernel.kv_rope_insert(kv, cache, index, index, rope_table(64), 64, fmt, one if fmt == "fp8" else None)
     assert len(compiled) == len(formats)
-    assert all(each.assembled and begins_early(each) == early for each in compiled)
+    assert all(binary.assembled and begins_early(binary) == early for binary in compiled)

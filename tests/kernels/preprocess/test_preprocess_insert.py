@@ -40,7 +40,7 @@ reference = REFERENCES["preprocess_insert"]
 MUTATED = ("latents.p_out", "window.p_cache", "parts.p_pooled", "parts.p_arrived")
 MUTATED += tuple(f"{who}.{name}" for who in ("main", "keys") for name in ("cache", "state_cache"))
 FLOAT32 = Tolerance(abs=5e-6, rel=5e-6, cosine=1e-11)
-"""As of the separate kernels: sums in another order, and exponentials of another library."""
+"""As of the separate kernels: sums in a different order, and exponentials of a second library."""
 MLA: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16, "max_len": 160}
 KINDS: dict[str, dict[str, Any]] = {
     "swa": {"ratio": 0},
@@ -134,7 +134,7 @@ def assert_reference(arguments: dict[str, Any]) -> None:
         elif cache.dtype is torch.float32:
             assert_close(storage(cache).view(cache.dtype), storage(theirs[name]).view(cache.dtype), FLOAT32)
         else:
-            # A value in a hundred lies so near a boundary that another order of its sum rounds it to a neighbour.
+            # A value in a hundred lies so near a boundary that a different order of its sum rounds it to a neighbour.
             assert (storage(cache) == storage(theirs[name])).float().mean() >= 0.99
 
 
@@ -212,7 +212,7 @@ def test_programs_may_run_in_any_order(kind: str, monkeypatch: pytest.MonkeyPatc
     tiling = tiling_of(arguments, parts=4)
     want, caches = launch(arguments, tiling=tiling)
     builder = triton_interpreter.interpreter_builder
-    place, rng = builder.set_grid_idx, random.Random(1)
+    set_grid_idx, rng = builder.set_grid_idx, random.Random(1)
     numbers: list[int] = []
     for disorder in (list.reverse, rng.shuffle):
 
@@ -220,7 +220,7 @@ def test_programs_may_run_in_any_order(kind: str, monkeypatch: pytest.MonkeyPatc
             if x == 0:
                 numbers[:] = range(builder.grid_dim[0])
                 disorder(numbers)
-            place(numbers[x], y, z)
+            set_grid_idx(numbers[x], y, z)
 
         monkeypatch.setattr(builder, "set_grid_idx", elsewhere)
         got, mine = launch(arguments, tiling=tiling)
@@ -267,7 +267,7 @@ def test_a_row_that_is_saved_nowhere_is_read_from_where_the_table_has_it(kind: s
 @interpreted
 @COMPRESSED
 def test_rows_before_are_told_from_rows_of_another_request(kind: str) -> None:
-    """Decodes side by side: the row before holds a position of another request, or the same one of a copy."""
+    """Decodes side by side: the row before holds a position of a different request, or the same one of a copy."""
     model = layer(kind)
     history(model)
     tokens = [(2, 127), (1, 3), (0, 127), (1, 7), (2, 131), (0, 131)]

@@ -45,12 +45,12 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     variants += [{"ratio": 4, "tokens": 3, "key_fmt": "indexer_mxfp4", "hadamard": True}]
     layers = shared_out(variants)[target]
     with compiled_for(target) as compiled:
-        for each in layers:
-            launcher("preprocess_insert")(**model_arguments(**each))
+        for options in layers:
+            launcher("preprocess_insert")(**model_arguments(**options))
     assert len(compiled) == len(layers)
-    assert all(each.assembled for each in compiled)
+    assert all(binary.assembled for binary in compiled)
     most = {0: "none", 4: kernel.REGISTERS, 128: kernel.POOL_REGISTERS}
     wanted = [f".maxnreg {most[of['ratio']]}" for of in layers]
-    limits = [limit in each.asm.get("ptx", "") for limit, each in zip(wanted, compiled, strict=True)]
-    assert limits == [GPUS[target][0].backend == "cuda" and bool(each["ratio"]) for each in layers]
-    assert all(begins_early(each) == early for each in compiled)
+    limits = [limit in binary.asm.get("ptx", "") for limit, binary in zip(wanted, compiled, strict=True)]
+    assert limits == [GPUS[target][0].backend == "cuda" and bool(options["ratio"]) for options in layers]
+    assert all(begins_early(binary) == early for binary in compiled)

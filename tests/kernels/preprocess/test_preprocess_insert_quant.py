@@ -70,33 +70,33 @@ def test_no_token_and_one(kind: str, tokens: list[tuple[int, int]]) -> None:
 @interpreted
 @pytest.mark.parametrize("spread", [padded, strided])
 def test_any_strides(spread: Any) -> None:
-    given = step("swa")
-    check({n: spread(x) if isinstance(x, Tensor) and n not in CACHES else x for n, x in given.items()})
+    arguments = step("swa")
+    check({n: spread(x) if isinstance(x, Tensor) and n not in CACHES else x for n, x in arguments.items()})
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_latents_of_16_bits_are_rounded_to_them_first(dtype: torch.dtype) -> None:
-    given = step("swa", dtype=torch.float32)
-    check(given | {"qr": given["qr"].to(dtype), "kv": given["kv"].to(dtype)})
+    arguments = step("swa", dtype=torch.float32)
+    check(arguments | {"qr": arguments["qr"].to(dtype), "kv": arguments["kv"].to(dtype)})
 
 
 @interpreted
 def test_a_row_of_zeros_or_nan_keeps_to_itself() -> None:
-    given = step("swa")
-    given["qr"] = given["qr"].clone()
-    given["qr"][1], given["qr"][2, 7] = 0, torch.nan
-    values, scale = check(given)
+    arguments = step("swa")
+    arguments["qr"] = arguments["qr"].clone()
+    arguments["qr"][1], arguments["qr"][2, 7] = 0, torch.nan
+    values, scale = check(arguments)
     assert not values[1].float().any()
     assert values[2].float().isnan().all() and (scale[2] == 2.0**127).all()
     assert values[3:].float().isfinite().all()
 
 
 def test_what_is_unsupported_without_quantisation_is_unsupported_with_it() -> None:
-    given = step("swa")
+    arguments = step("swa")
     why_unsupported = refusal("preprocess_insert_quant")
-    assert why_unsupported is not None and why_unsupported(**given) == ""
-    assert "latents have 5000" in why_unsupported(**given | {"qr": torch.empty(1, 5000)})
+    assert why_unsupported is not None and why_unsupported(**arguments) == ""
+    assert "latents have 5000" in why_unsupported(**arguments | {"qr": torch.empty(1, 5000)})
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
@@ -106,4 +106,4 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
         for ratio in shared_out((0, 128))[target]:
             launcher("preprocess_insert_quant")(**model_arguments(ratio=ratio, tokens=3))
     assert len(compiled) == len(shared_out((0, 128))[target])
-    assert all(each.assembled and begins_early(each) == early for each in compiled)
+    assert all(binary.assembled and begins_early(binary) == early for binary in compiled)

@@ -32,7 +32,7 @@ from tests.tools.compiled_facts import compiled_for
 interpreted = pytest.mark.interpreted
 EPS = 1e-6
 NORMED = {
-    # The sum of squares is in another order, which moves the norm by its last bits.
+    # The sum of squares has a different order, which moves the norm by its last bits.
     torch.float32: Tolerance(abs=2e-6, rel=1e-6, cosine=1e-12),
     torch.bfloat16: Tolerance(abs=1e-6, rel=1.01 / 128, cosine=1e-6),
     torch.float16: Tolerance(abs=1e-6, rel=1.01 / 1024, cosine=1e-8),
@@ -132,8 +132,8 @@ def test_unsupported_calls_have_a_reason() -> None:
         (64, 128, "queries have 64 dims and keys 128"),
     ):
         call = QNormRopeKvInsertArguments(torch.randn(2, 3, q_dims), torch.randn(2, kv_dims), *after_kv)
-        found = kernels.why_unsupported_q_norm_rope_kv_insert(call)
-        assert reason in found and bool(reason) == bool(found)
+        why = kernels.why_unsupported_q_norm_rope_kv_insert(call)
+        assert reason in why and bool(reason) == bool(why)
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
@@ -150,7 +150,7 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     assert len(compiled) == len(formats)
     for kernel in compiled:
         assert kernel.assembled
-    assert all(begins_early(each) == early for each in compiled)
+    assert all(begins_early(binary) == early for binary in compiled)
 
 
 def test_rows_move_sixteen_bytes_at_a_time_and_stay_in_their_thread() -> None:

@@ -114,5 +114,5 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
         for ratio, width in ((4, 1024), (128, 512), (4, 256)):
             kernel.save_partial_states(*arguments(3, ratio, width))
     assert len(compiled) == 3
-    assert all(each.assembled for each in compiled)
-    assert all(begins_early(each) == early for each in compiled)
+    assert all(binary.assembled for binary in compiled)
+    assert all(begins_early(binary) == early for binary in compiled)

@@ -1,4 +1,4 @@
-"""The lowering of `mhc_post` in C++: one graph for any number of tokens, and what is declined."""
+"""The lowering of `mhc_post` in C++: one graph for any number of tokens, and declined calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lowering of `indexer_q_rope_quant`: the Triton and the C++ it becomes, and what they compute."""
+"""The lowering of `indexer_q_rope_quant`: its Triton and C++, and their results."""
 
 from __future__ import annotations
 

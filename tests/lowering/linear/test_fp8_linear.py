@@ -1,4 +1,4 @@
-"""The lowering of `fp8_linear`: a quantisation that fuses with what computes its input, and the product behind it."""
+"""The lowering of `fp8_linear`: a quantisation that fuses with the producer of its input, and the product behind it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.lowering.linear.cases_fp8_linear import CASES, ROWS, WIDTH
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_products_are_those_of_the_reference(interpreted: Reports, case: str) -> None:
-    # The product is the same reference on both sides, so that equal results are equal operands. Of nothing the strides
-    # are Inductor's own, and a norm adds in another order.
+    # The product is the same reference on both sides, so that equal results are equal operands. Empty results have
+    # Inductor's strides, and a norm adds in a different order.
     assert_equals_reference(interpreted[case], steps=1 if case in ("normed", "no_token") else 0)
 
 

@@ -1,4 +1,4 @@
-"""GEMMs of a compiled graph on a CPU: which of them call the package's function, and what it computes."""
+"""GEMMs of a compiled graph on a CPU: calls of the package's function, and its results."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def slots(x: Inputs) -> tuple[Tensor, Tensor]:
 def fused(x: Inputs) -> tuple[Tensor, Tensor]:
     """int64 inputs with a middle dim, a producer in front and consumers behind."""
     topk = (x.topk.long() - 1)[:, None]
-    found, lens = torch.ops.dsv4.global_topk(topk, x.token_to_req.long(), x.block_table.long(), x.is_valid, BLOCK)
-    return found.float() * 2, lens + 1
+    slots, lens = torch.ops.dsv4.global_topk(topk, x.token_to_req.long(), x.block_table.long(), x.is_valid, BLOCK)
+    return slots.float() * 2, lens + 1
 
 
 def apart(x: Inputs) -> Inputs:
@@ -47,7 +47,7 @@ def apart(x: Inputs) -> Inputs:
 
 
 def wide(x: Inputs) -> Inputs:
-    """Rows that are longer than what one block reduces."""
+    """Return rows that are longer than one block reduces."""
     return x._replace(topk=torch.cat([x.topk] * 48, 1))
 
 

@@ -1,4 +1,4 @@
-"""The lowering of `compressed_slot_mapping`: the Triton and the C++ it becomes, and what they compute."""
+"""The lowering of `compressed_slot_mapping`: its Triton and C++, and their results."""
 
 from __future__ import annotations
 

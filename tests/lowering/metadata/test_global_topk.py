@@ -1,4 +1,4 @@
-"""The lowering of `global_topk`: the Triton and the C++ it becomes, and what they compute."""
+"""The lowering of `global_topk`: its Triton and C++, and their results."""
 
 from __future__ import annotations
 

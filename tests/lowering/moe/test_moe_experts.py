@@ -36,8 +36,8 @@ def test_the_compiled_op_is_ir_without_a_copy_of_weights(kind: str, shared: str,
     compiled = torch.compile(layer, backend="dsv4", fullgraph=True)
     with torch.no_grad(), collect() as decisions:
         for tokens in (5, 3, 8):
-            each = arguments(tokens, kind, shared, dtype)
-            call = weights._replace(x=each.x, ids=hostile_indices((tokens, 3), COUNT), weights=each.weights)
+            sample = arguments(tokens, kind, shared, dtype)
+            call = weights._replace(x=sample.x, ids=hostile_indices((tokens, 3), COUNT), weights=sample.weights)
             for tensor in call[:3]:
                 torch._dynamo.mark_dynamic(tensor, 0)
             got, code = run_and_get_code(compiled, *call)
@@ -51,7 +51,7 @@ def test_the_compiled_op_is_ir_without_a_copy_of_weights(kind: str, shared: str,
                 for sizes in buffers:
                     numbers = {int(size) for size in re.findall(r"\b\d+\b", sizes)}
                     assert not {HIDDEN, 2 * INNER} <= numbers and not {HIDDEN, INNER} <= numbers, sizes
-    assert {(each.op, each.impl) for each in decisions} == {("moe_experts", "ir")}
+    assert {(decision.op, decision.impl) for decision in decisions} == {("moe_experts", "ir")}
 
 
 def test_other_calls_are_declined_with_the_reason() -> None:

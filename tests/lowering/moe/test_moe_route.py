@@ -33,7 +33,7 @@ def test_the_compiled_op_is_ir_and_equals_eager_for_any_number_of_tokens(dtype: 
                 got, want = compiled(x, gate, *ids, *others), layer(x, gate, *ids, *others)
                 assert_bitwise(got[0], want[0])
                 torch.testing.assert_close(got[1], want[1])
-        assert {(each.op, each.impl) for each in decisions} == {("moe_route", "ir")}
+        assert {(decision.op, decision.impl) for decision in decisions} == {("moe_route", "ir")}
 
 
 def test_other_backends_are_declined_with_the_reason() -> None:

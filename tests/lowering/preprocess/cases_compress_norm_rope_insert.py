@@ -72,7 +72,7 @@ def compress(fmt: str, ratio: int = 4, hadamard: bool = False) -> Callable[[Inpu
 
 
 def saved(x: Inputs) -> tuple[()]:
-    """The states of the tokens are saved in front, by a producer of their own."""
+    """Insert after a separate producer has saved the states of the tokens."""
     ape = x.angles.flatten()[: 2 * x.projection.shape[1]].view(4, -1)
     scores = x.projection * 1.3
     torch.ops.dsv4.save_partial_states(scores, ape, x.state, x.state_slots, x.positions, state_block_size(4))

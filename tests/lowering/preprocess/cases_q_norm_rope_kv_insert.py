@@ -79,7 +79,7 @@ def sliced(x: Inputs) -> Tensor:
 
 
 def normed(x: Inputs) -> Tensor:
-    """The norm in front of the insert, whose result is rounded there as in memory."""
+    """Insert after a norm; its result is rounded there as in memory."""
     weight = x.table.flatten()[: x.kv.shape[1]]
     _, kv = OPS.fused_q_kv_rmsnorm(x.kv, x.kv, weight, weight, EPS)
     OPS.kv_rope_insert(kv, x.cache, x.slots, x.positions, x.table, BLOCK, "fp8_ds_mla")

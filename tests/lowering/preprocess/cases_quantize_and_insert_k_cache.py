@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def make(cls, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-        """Random inputs with one row too many; slots out of range among them, whose rows are NaN."""
+        """Return random inputs with one row too many; rows of slots out of range are NaN."""
         torch.manual_seed(tokens)
         cache = allocate_cache("fp8_ds_mla", PAGES, BLOCK)
         storage(cache).random_(0, 255)

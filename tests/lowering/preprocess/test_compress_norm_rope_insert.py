@@ -1,4 +1,4 @@
-"""The lowering of `compress_norm_rope_insert`: the Triton it becomes, and what it stores."""
+"""The lowering of `compress_norm_rope_insert`: its Triton, and the stored bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_byte_behind_the_cache_is_that_of_the_reference(interpreted: Repor
 
 @pytest.mark.parametrize("case", ROWS)
 def test_float32_rows_are_those_of_the_reference_but_for_their_last_bits(interpreted: Reports, case: str) -> None:
-    # Sums in another order, and exponentials of another library.
+    # Sums in a different order, and exponentials of a second library.
     ((worst,),) = interpreted[case]["ulps"]
     assert worst <= 4
     assert interpreted[case]["impls"] == ["ir"]

@@ -1,4 +1,4 @@
-"""The lowering of `fused_q_kv_rmsnorm`: the Triton and the C++ it becomes, and what they compute."""
+"""The lowering of `fused_q_kv_rmsnorm`: its Triton and C++, and their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.lowering.claims import CPP, HALIDE, TARGETS, Reports, assert_equals_r
 from tests.lowering.generated import on_cpp
 from tests.lowering.preprocess.cases_fused_q_kv_rmsnorm import CASES
 
-# The sum of squares is in another order, which moves the norm by its last bits: one step after rounding to bfloat16,
+# The sum of squares has a different order, which moves the norm by its last bits: one step after rounding to bfloat16,
 # two where the result is scaled and rounded again, and a unit of 2^-23 of the largest element or two in float32.
 STEPS = {"fused": 2, "float32": 2}
 

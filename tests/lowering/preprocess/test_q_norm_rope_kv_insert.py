@@ -57,7 +57,7 @@ def test_cpp_queries_equal_the_reference_for_every_number_of_tokens_and_strides(
     compiled = torch.compile(run, backend=backend.dsv4, fullgraph=True, dynamic=True)
     for tokens in (5, 9, 2):
         q, positions, table = _queries(tokens, 3, HEAD_DIM, ROPE_DIM, torch.bfloat16)
-        # Both round once, after the rotation; the sum of squares is in another order, hence one bfloat16 step.
+        # Both round once, after the rotation; the sum of squares has a different order, hence one bfloat16 step.
         expected = run(q, positions, table)
         actual = compiled(strided(q), positions, table)
         assert actual.shape == (tokens, 4, HEAD_DIM)
@@ -84,7 +84,7 @@ def test_cpp_rounds_queries_to_e4m3_as_the_reference_does(dim: int, rope: int, d
         torch.compile(torch.ops.dsv4.q_norm_rope, backend=backend.dsv4)(*args),
         torch.ops.dsv4.q_norm_rope(*args),
     )
-    # The sum of squares is in another order: a value at a rounding boundary may move to its neighbour.
+    # The sum of squares has a different order: a value at a rounding boundary may move to its neighbour.
     steps = (actual.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
     assert steps.max() <= 1 and steps.sum() <= 4
 

@@ -50,7 +50,7 @@ def test_cache_bytes_are_those_of_the_reference(interpreted: Reports, case: str)
 
 @pytest.mark.parametrize("case", [*FUSED, "both_no_token", "normed", "ordered_views"])
 def test_queries_are_those_of_the_reference_but_for_the_order_of_a_sum(interpreted: Reports, case: str) -> None:
-    # The sum of squares is in another order, which moves the norm by its last bits: one step after rounding to
+    # The sum of squares has a different order, which moves the norm by its last bits: one step after rounding to
     # bfloat16 or e4m3 (two where the result is scaled and rounded again), and a unit of 2^-23 of the largest element
     # or two in float32.
     assert max(worst for (worst,) in interpreted[case]["ulps"]) <= 2, interpreted[case]["ulps"]

@@ -1,4 +1,4 @@
-"""The lowering of `quantize_and_insert_k_cache`: the Triton it becomes, and what it stores."""
+"""The lowering of `quantize_and_insert_k_cache`: its Triton, and the stored bytes."""
 
 from __future__ import annotations
 

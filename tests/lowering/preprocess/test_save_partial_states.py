@@ -1,4 +1,4 @@
-"""The lowering of `save_partial_states`: the Triton it becomes, and what it stores."""
+"""The lowering of `save_partial_states`: its Triton, and the stored bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_every_byte_behind_the_cache_is_that_of_the_reference(interpreted: Repor
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_it_is_one_kernel_and_neither_projection_nor_cache_is_copied(interpreted: Reports, case: str) -> None:
-    # The readers of the cache in front of the write and behind it are kernels of their own.
+    # The readers of the cache in front of the write and behind it are separate kernels.
     assert_kernels(interpreted[case], launches={"no_token": 0, "produced": 3}.get(case, 1))
 
 

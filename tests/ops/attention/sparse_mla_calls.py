@@ -23,8 +23,8 @@ def rope(tokens: int, rope_dim: int) -> dict[str, Any]:
 
 def options(tokens: int, rope_dim: int, prologue: bool = True, epilogue: bool = True) -> dict[str, Any]:
     """Return options that fuse norm and RoPE before attention and inverse RoPE after it."""
-    made = rope(tokens, rope_dim) | {"inverse_rope": epilogue}
-    return made | ({"q_norm_eps": EPS} if prologue else {})
+    fused = rope(tokens, rope_dim) | {"inverse_rope": epilogue}
+    return fused | ({"q_norm_eps": EPS} if prologue else {})
 
 
 def call(tokens: int = 3, heads: int = 2, rope_dim: int = 16, **sizes: Any) -> dict[str, Any]:

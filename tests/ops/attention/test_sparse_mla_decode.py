@@ -127,7 +127,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def one_key(sink: float | None, value: float = 2.0) -> tuple[Any, ...]:
-    """Return arguments with one key whose score is 0, because q is zero."""
+    """Return arguments with one key with a score of 0, because q is zero."""
     cache = torch.full((1, 2, 4), value)
     ones = torch.ones(1, dtype=torch.int32)
     return (
@@ -154,8 +154,8 @@ def test_scale_applies_to_scores_and_not_to_the_sink() -> None:
     indices, lens, sink = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), torch.tensor([0.7])
     out, lse = sparse_mla_decode(torch.tensor([[[2.0, 0.0]]]), cache, indices, lens, 1, "plain", 0.25, sink)
     assert lse.item() == 1.5
-    kept = math.exp(1.5) / (math.exp(1.5) + math.exp(0.7))
-    assert_close(out[0, 0], torch.tensor([3.0, 1.0]).double() * kept, "attention_float32")
+    weight = math.exp(1.5) / (math.exp(1.5) + math.exp(0.7))
+    assert_close(out[0, 0], torch.tensor([3.0, 1.0]).double() * weight, "attention_float32")
 
 
 @pytest.mark.parametrize("sink", [None, -INF, 0.0, INF])

@@ -1,4 +1,4 @@
-"""Attention whose values are the leading dims of its keys, against float64 loops over single keys."""
+"""Attention with the leading dims of its keys as values, against float64 loops over single keys."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def case(
     tokens: int = 4, width: int = 9, dim: int = 40, value_dim: int = 24, dtype: torch.dtype = torch.float32
 ) -> Any:
     """Return arguments with a third of all slots invalid, lengths of every kind, and NaN in memory not selected."""
-    made = random_cache("plain", 3, 32, live=30, head_dim=dim, dtype=dtype)
-    slots = made.slots[torch.randint(30, (tokens, width))].int()
+    pages = random_cache("plain", 3, 32, live=30, head_dim=dim, dtype=dtype)
+    slots = pages.slots[torch.randint(30, (tokens, width))].int()
     slots = torch.where(torch.rand(tokens, width) < 0.3, hostile_indices((tokens, width), 96, fraction=1.0), slots)
     lens = torch.tensor([-3, 0, 1, width // 2, width, width + 1])[torch.randint(6, (tokens,))].int()
-    return [torch.randn(tokens, 3, dim).to(dtype), made.cache, slots, lens, 32, 0.2, value_dim]
+    return [torch.randn(tokens, 3, dim).to(dtype), pages.cache, slots, lens, 32, 0.2, value_dim]
 
 
 def exact(q: Tensor, cache: Tensor, slots: Tensor, lens: Tensor, block: int, scale: float, value_dim: int) -> Any:

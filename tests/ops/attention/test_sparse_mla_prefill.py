@@ -137,8 +137,8 @@ def test_a_row_of_a_list_is_clipped_to_the_list_and_to_max_row() -> None:
     rows = [flat[max(a, 0) : max(b, 0)] for a, b in itertools.pairwise(indptr.tolist())]
     starts = indptr[:-1].tolist()
     for max_row in (0, 2):
-        kept = [row[: max(max_row + min(a, 0), 0)] if max_row else row for row, a in zip(rows, starts, strict=True)]
-        dense = torch.stack([torch.nn.functional.pad(row, (0, 20 - len(row)), value=-1) for row in kept])
+        clipped = [row[: max(max_row + min(a, 0), 0)] if max_row else row for row, a in zip(rows, starts, strict=True)]
+        dense = torch.stack([torch.nn.functional.pad(row, (0, 20 - len(row)), value=-1) for row in clipped])
         got = sparse_mla_prefill_ragged(q, kv, flat, indptr, *rest, max_row)
         for a, b in zip(got, sparse_mla_prefill(q, kv, dense, None, *rest), strict=True):
             assert_close(a, b, "attention_float32")

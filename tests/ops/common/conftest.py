@@ -12,7 +12,7 @@ from dsv4_compile.cpu import native
 
 @pytest.fixture(scope="module")
 def native_kernels() -> Iterator[None]:
-    """Build the C++ kernels, as a compiled model does; for another CPU if tests/tools/isa.py says so."""
+    """Build the C++ kernels, as a compiled model does; for a different CPU if tests/tools/isa.py says so."""
     march = os.environ.get("DSV4_TEST_MARCH", "native")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(native, "_state", {})

@@ -28,7 +28,7 @@ def nothing_shown_yet() -> Iterator[None]:
 
 
 def call(impl: str, dim: int) -> Tensor:
-    """Rotate heads, of which the kernel of this op supports a power of two of dims."""
+    """Rotate heads; the kernel of this op supports powers of two of dims."""
     registry.load()
     run: Any = registry.twin("inv_rope", impl)
     o = torch.linspace(-1, 1, 6 * dim).view(3, 2, dim)

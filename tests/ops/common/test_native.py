@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "dsv4":
             name = func._schema.name.removeprefix("dsv4::")
-            self.calls.append((name, [each.clone() if isinstance(each, Tensor) else each for each in args]))
+            self.calls.append((name, [value.clone() if isinstance(value, Tensor) else value for value in args]))
         return func(*args, **kwargs or {})
 
 
@@ -65,14 +65,14 @@ def recorded() -> Calls:
 
 
 def both(op: str, args: list[Any]) -> list[tuple[Tensor, Tensor]]:
-    """Return each result and each argument of the op with kernels beside those of its reference."""
-    found = []
+    """Return pairs of results and arguments after a run of the op with kernels and of its reference."""
+    runs = []
     for run in (EAGER[op], REFERENCES[op]):
-        own = [each.clone() if isinstance(each, Tensor) else each for each in args]
-        results = run(*own)
+        copies = [value.clone() if isinstance(value, Tensor) else value for value in args]
+        results = run(*copies)
         results = () if results is None else results if isinstance(results, tuple) else (results,)
-        found.append([*results, *(each for each in own if isinstance(each, Tensor))])
-    return list(zip(*found, strict=True))
+        runs.append([*results, *(value for value in copies if isinstance(value, Tensor))])
+    return list(zip(*runs, strict=True))
 
 
 def test_every_kernel_computes_what_references_do(recorded: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_every_kernel_computes_what_references_do(recorded: Calls, monkeypatch: 
     source = "\n".join(path.read_text() for path in native.SOURCES)
     _, _, exported = source.partition('extern "C" {')
     kernels = {line.split("(")[0].removeprefix("void ") for line in exported.splitlines() if line.startswith("void ")}
-    metadata = {"token_slots", "listed_slots"}  # of another op: tests/metadata/test_on_cpu.py
+    metadata = {"token_slots", "listed_slots"}  # of a different op: tests/metadata/test_on_cpu.py
     assert called == kernels - metadata - {"rows_from"}
     assert all(KERNELS.get(kernel, kernel) in OPS for kernel in called)
 
@@ -142,12 +142,12 @@ def test_a_compiler_without_threads_builds_kernels_of_one(
 def test_slots_and_pages_that_do_not_exist_are_skipped(recorded: Calls) -> None:
     for op in ("sparse_mla_decode", "compress_norm_rope_insert", "indexer_logits_topk", "save_partial_states"):
         args = next(args for name, args in reversed(recorded) if name == op)
-        for place, value in enumerate(args):
+        for index, value in enumerate(args):
             if isinstance(value, Tensor) and not value.dtype.is_floating_point:
                 for hostile in (-1, -(2**31), 2**31 - 1):
-                    own = list(args)
-                    own[place] = torch.where(torch.rand(value.shape) < 0.5, value, hostile).to(value.dtype)
-                    for got, want in both(op, own):
+                    changed = list(args)
+                    changed[index] = torch.where(torch.rand(value.shape) < 0.5, value, hostile).to(value.dtype)
+                    for got, want in both(op, changed):
                         if got.dtype.is_floating_point:
                             torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, equal_nan=True)
                         else:

@@ -188,7 +188,7 @@ def test_a_compiler_that_fails_is_one_line(
     (record,) = caplog.records
     assert "W603" in record.message and "torch" in record.message and "\n" not in record.message
     shown = record.message.encode("ascii", "backslashreplace").decode()
-    assert any(each in shown for each in said.split("|")), shown
+    assert any(words in shown for words in said.split("|")), shown
     assert not list((tmp_path / "cache" / "dsv4_compile").iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Sums of the C++ kernels for CPUs: every size of a block, and what rounding may depend on."""
+"""Sums of the C++ kernels for CPUs: every size of a block, and the same rounding in every batch."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_attention_of_every_block_agrees_with_the_reference(heads: int, dim: int
 
 def test_attention_of_a_token_has_its_bits_whoever_is_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     args = attention(9, 13, 70)
-    whole = EAGER["sparse_mla_decode"](*args)
+    batch = EAGER["sparse_mla_decode"](*args)
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         for t in range(9):
-            alone = [each[t : t + 1] if place in (0, 2, 3) else each for place, each in enumerate(args)]
-            for got, want in zip(EAGER["sparse_mla_decode"](*alone), whole, strict=True):
+            alone = [value[t : t + 1] if i in (0, 2, 3) else value for i, value in enumerate(args)]
+            for got, want in zip(EAGER["sparse_mla_decode"](*alone), batch, strict=True):
                 assert_bitwise(got, want[t : t + 1])
 
 
@@ -111,11 +111,11 @@ def test_a_token_has_its_bits_alone_and_in_a_batch(op: str, tokens: int) -> None
     args = arguments(tokens)
 
     def run(rows: slice) -> list[Tensor]:
-        result = EAGER[op](*(each[rows] if place < by_token else each for place, each in enumerate(args)))
+        result = EAGER[op](*(value[rows] if i < by_token else value for i, value in enumerate(args)))
         return list(result) if isinstance(result, tuple) else [result]
 
     with by_size():
-        whole = run(slice(None))
+        batch = run(slice(None))
         for rows in (slice(0, 1), slice(tokens - 1, tokens), slice(1, 3), slice(0, tokens - 1)):
-            for got, want in zip(run(rows), whole, strict=True):
+            for got, want in zip(run(rows), batch, strict=True):
                 assert_bitwise(got, want[rows])

@@ -1,4 +1,4 @@
-"""Forms of ops for CPUs against the references whose place they take there."""
+"""Forms of ops for CPUs against the references that they replace there."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dsv4_compile.testing.samples import op_samples
 
 FORMS = sorted(op for op in OPS if EAGER[op] is not REFERENCES[op])
 SUMS = ("moe_experts", "mhc_", "grouped_linear")
-"""Ops, beside attention, whose sums have an order of their own."""
+"""Ops, in addition to attention, that order their sums differently."""
 
 
 def both(op: str, args: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return each result and each argument of the form beside those of the reference."""
-    found = []
+    """Return pairs of results and arguments after a run of the form and of the reference."""
+    runs = []
     for run in (EAGER[op], REFERENCES[op]):
-        own = [each.clone() if isinstance(each, Tensor) else each for each in args]
-        results = run(*own)
+        copies = [value.clone() if isinstance(value, Tensor) else value for value in args]
+        results = run(*copies)
         results = () if results is None else results if isinstance(results, tuple) else (results,)
-        found.append([*results, *(each for each in own if isinstance(each, Tensor))])
-    return list(zip(*found, strict=True))
+        runs.append([*results, *(value for value in copies if isinstance(value, Tensor))])
+    return list(zip(*runs, strict=True))
 
 
 def assert_attention(pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""Paged addressing: what a row write touches, and what an index outside the cache does."""
+"""Paged addressing: bytes that a row write touches, and indices outside the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv4_compile.testing import assert_bitwise, hostile_values, poison_, refuse
 
 
 def rows_apart(count: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A poisoned buffer and its `[count, width]` view, whose rows have gaps between them."""
+    """Return a poisoned buffer and its `[count, width]` view, with gaps between rows."""
     buffer = poison_(torch.empty(count + 1, width + 3, dtype=dtype))
     return buffer, buffer[:count, :width]
 

@@ -170,10 +170,10 @@ def test_hadamard_has_the_signs_of_the_sylvester_matrix_and_is_its_own_inverse(n
 def test_hadamard_of_a_vector_has_its_bits_whatever_is_transformed_with_it(dtype: torch.dtype) -> None:
     x = torch.randn(3, 5, 128).to(dtype)
     with by_size():
-        whole = quant.hadamard(x)
+        batch = quant.hadamard(x)
         for shape in ((0, 128), (1, 128), (2, 128), (4, 1, 128)):
-            part = x.view(-1, 128)[: math.prod(shape[:-1])].view(shape)
-            assert_bitwise(quant.hadamard(part), whole.view(-1, 128)[: part.numel() // 128].view(shape))
+            vectors = x.view(-1, 128)[: math.prod(shape[:-1])].view(shape)
+            assert_bitwise(quant.hadamard(vectors), batch.view(-1, 128)[: vectors.numel() // 128].view(shape))
         assert not torch.equal(x[0, :1].float() @ x[1].float().t(), (x[0].float() @ x[1].float().t())[:1])
 
 

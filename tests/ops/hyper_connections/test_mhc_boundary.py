@@ -43,8 +43,8 @@ def test_it_compiles_once_for_every_number_of_tokens() -> None:
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (4, 9, 33):
             tensors = arguments("mhc_boundary", tokens, 32)[:4]
-            for each in tensors:
-                torch._dynamo.mark_dynamic(each, 0)
+            for tensor in tensors:
+                torch._dynamo.mark_dynamic(tensor, 0)
             for got, want in zip(compiled(*tensors), step(*tensors), strict=True):
                 assert_bitwise(got, want)
 

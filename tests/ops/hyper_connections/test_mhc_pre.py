@@ -60,9 +60,9 @@ def test_every_number_is_that_of_plain_arithmetic(count: int, iterations: int) -
     rows = (count + 2) * count
     streams, fn = torch.randn(3, count, 5), torch.randn(rows, count * 5) / 3
     args = fn, torch.randn(rows), torch.randn(3), torch.randn(5), EPS, 1e-3, iterations
-    found = mhc_pre(streams, *args)
+    results = mhc_pre(streams, *args)
     for token in range(3):
-        for got, want in zip(found, by_hand(streams[token], *args), strict=True):
+        for got, want in zip(results, by_hand(streams[token], *args), strict=True):
             torch.testing.assert_close(got[token], torch.tensor(want), rtol=2e-5, atol=2e-6)
 
 

@@ -18,7 +18,7 @@ INF, NAN = math.inf, math.nan
 
 
 class Scored:
-    """Requests whose entries have the logits one asks for.
+    """Requests with entries of chosen logits.
 
     Two heads see the one dim of a key k as k and -k, with weights 1 and -1: relu(k) - relu(-k) is k, to the bit.
     """
@@ -141,11 +141,11 @@ def test_tiling_does_not_change_the_selection(monkeypatch: pytest.MonkeyPatch) -
     requests = [torch.randint(6, (n,)).float().tolist() for n in (61, 40)]
     scored = Scored(requests)
     owner, lens = [0, 1, 0, 1, 1], [61, 40, 17, 33, 3]
-    whole = scored.select(owner, lens, 7)
+    untiled = scored.select(owner, lens, 7)
     monkeypatch.setattr(reference, "TOKENS_AT_A_TIME", 2)
     monkeypatch.setattr(reference, "ENTRIES_AT_A_TIME", 5)
-    assert scored.select(owner, lens, 7) == whole
-    assert whole == [select_by_hand(requests[r], n, 7) for r, n in zip(owner, lens, strict=True)]
+    assert scored.select(owner, lens, 7) == untiled
+    assert untiled == [select_by_hand(requests[r], n, 7) for r, n in zip(owner, lens, strict=True)]
 
 
 def ragged(logits: list[float], starts: list[int], ends: list[int], topk: int, *limit: int) -> list[list[int]]:
@@ -183,24 +183,24 @@ def test_ragged_windows_are_cut_to_the_keys_there_are() -> None:
 def test_ragged_tiling_does_not_change_the_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randint(6, (50,)).float().tolist()
     starts, ends = [0, 7, 20, 20, 49], [50, 30, 41, 22, 50]
-    whole = ragged(logits, starts, ends, 6)
+    untiled = ragged(logits, starts, ends, 6)
     monkeypatch.setattr(reference, "TOKENS_AT_A_TIME", 2)
     monkeypatch.setattr(reference, "ENTRIES_AT_A_TIME", 7)
-    assert ragged(logits, starts, ends, 6) == whole
-    assert whole == [select_by_hand(logits[s:e], e - s, 6) for s, e in zip(starts, ends, strict=True)]
+    assert ragged(logits, starts, ends, 6) == untiled
+    assert untiled == [select_by_hand(logits[s:e], e - s, 6) for s, e in zip(starts, ends, strict=True)]
 
 
 def test_the_bound_on_logits_changes_no_selection_and_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randint(6, (50,)).float().tolist()
     starts, ends = [0, 7, 20, 20, 49], [50, 30, 41, 22, 50]
-    whole, scored = ragged(logits, starts, ends, 6), []
+    untiled, scored = ragged(logits, starts, ends, 6), []
     select = reference.select_topk
     monkeypatch.setattr(
         reference, "select_topk", lambda values, *rest: (scored.append(values), select(values, *rest))[1]
     )
     for limit, at_a_time in ((0, 1), (4 * 50 * 3 - 1, 2), (4 * 50 * 3, 3)):
         scored.clear()
-        assert ragged(logits, starts, ends, 6, limit) == whole
+        assert ragged(logits, starts, ends, 6, limit) == untiled
         assert max(len(values) for values in scored) == at_a_time
 
 

@@ -19,7 +19,7 @@ BLOCK, NAN = 4, float("nan")
 
 
 def arguments(values: list[list[float]], requests: list[int], lens: list[int], topk: int) -> list[Any]:
-    """One request for each list of logits: one head of weight 1, and keys whose only element is the logit."""
+    """One request for each list of logits: one head of weight 1, and keys of one element, the logit."""
     columns = -(-max(map(len, values)) // BLOCK)
     cache = torch.full((len(values) * columns, BLOCK, 16), NAN)
     for row, logits in zip(cache.view(len(values), columns * BLOCK, 16), values, strict=True):

@@ -71,7 +71,7 @@ def test_without_quantisation_the_input_is_exact(rows: int, size: int, dtype: to
 
 
 def test_the_last_partial_strip_has_a_scale_of_its_own() -> None:
-    """Element 128 is alone in its strip: it keeps its precision beside a strip a million times larger."""
+    """Element 128 is alone in its strip: it keeps its precision next to a strip a million times larger."""
     x = torch.full((1, 129), 1e6)
     x[0, 128] = 1.0
     weight = torch.zeros(1, 129).to(torch.float8_e4m3fn)

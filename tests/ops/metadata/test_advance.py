@@ -59,11 +59,11 @@ def expected(args: list[Any]) -> list[list[int]]:
         if query == 0 or length < query:
             continue
         new = min(max(num_new[r], 1), query)
-        kept = length - query + new
-        if kept + query_len > reserved[r]:
-            overflow[r] = kept
+        accepted = length - query + new
+        if accepted + query_len > reserved[r]:
+            overflow[r] = accepted
             continue
-        lens[r] = kept + query_len
+        lens[r] = accepted + query_len
         row = [tokens[r][min(new, len(tokens[r])) - 1], *([] if drafts is None else drafts[r])]
         fed[r * query_len : (r + 1) * query_len] = row
     return [[r * query_len for r in range(len(lens) + 1)], lens, fed, overflow]

@@ -57,19 +57,19 @@ def run(*args: Any, **kwargs: Any) -> dict[str, list]:
 def expected(tokens: list[tuple[int, int]], tables: Tables, rows: int) -> dict[str, list]:
     """Every row of every buffer, from lists."""
     tokens = tokens + [(-1, -1)] * (rows - len(tokens))
-    made: dict[str, list] = {name: [] for name in TOKENS} | {n: [] for group in tables for n in GROUPS[group]}
-    made |= {name: [] for name in CONTEXT_LENS}
+    columns: dict[str, list] = {name: [] for name in TOKENS} | {n: [] for group in tables for n in GROUPS[group]}
+    columns |= {name: [] for name in CONTEXT_LENS}
 
     def put(group: str, **values: Any) -> None:
         for name, value in values.items():
             if group in tables:
-                made[name].append(value)
+                columns[name].append(value)
 
     for request, position in tokens:
         r = request if position >= 0 else 0
-        made["positions"].append(max(position, 0))
-        made["token_to_req"].append(r)
-        made["is_valid_token"].append(position >= 0)
+        columns["positions"].append(max(position, 0))
+        columns["token_to_req"].append(r)
+        columns["is_valid_token"].append(position >= 0)
         t = {group: tables.get(group, []) for group in PAGE_TOKENS}
         row, count = window_row(t["window"], r, position, WINDOW, 64)
         put("window", window_slots=slot(t["window"], r, position, 64), window_indices=row, window_lens=count)
@@ -79,24 +79,24 @@ def expected(tokens: list[tuple[int, int]], tables: Tables, rows: int) -> dict[s
         put("indexer_state", indexer_state_slots=slot(t["indexer_state"], r, position, 4))
         row, count = entry_row(t["c128"], r, position, WIDTHS["c128_indices"], 2, 128)
         put("c128", c128_slots=compressed_slot(t["c128"], r, position, 2, 128), c128_indices=row, c128_lens=count)
-        made["c4_context_lens"].append((position + 1) // 4)
-        made["c128_context_lens"].append((position + 1) // 128)
+        columns["c4_context_lens"].append((position + 1) // 4)
+        columns["c128_context_lens"].append((position + 1) // 128)
         put("c128_state", c128_state_slots=slot(t["c128_state"], r, position, 8))
-    return made
+    return columns
 
 
 def test_a_decode_at_both_boundaries_and_a_row_of_padding() -> None:
     tables = {"window": [[3, 5]], "c4": [[7]], "c128": [[9]], "c128_state": [[*range(20, 36)]]}
-    found = run(Batch((1,), (128,)), tables, 2)
-    assert found["positions"] == [127, 0]
-    assert found["window_slots"] == [5 * 64 + 63, -1]
-    assert found["window_indices"] == [[*range(375, 384)], [-1] * WINDOW]
-    assert found["c4_slots"] == [7 * 64 + 31, -1]
-    assert found["c4_context_lens"] == [32, 0]
-    assert found["c128_slots"] == [18, -1]
-    assert found["c128_indices"] == [[18] + [-1] * 127, [-1] * 128]
-    assert found["c128_lens"] == [1, 0]
-    assert found["c128_state_slots"] == [35 * 8 + 7, -1]
+    metadata = run(Batch((1,), (128,)), tables, 2)
+    assert metadata["positions"] == [127, 0]
+    assert metadata["window_slots"] == [5 * 64 + 63, -1]
+    assert metadata["window_indices"] == [[*range(375, 384)], [-1] * WINDOW]
+    assert metadata["c4_slots"] == [7 * 64 + 31, -1]
+    assert metadata["c4_context_lens"] == [32, 0]
+    assert metadata["c128_slots"] == [18, -1]
+    assert metadata["c128_indices"] == [[18] + [-1] * 127, [-1] * 128]
+    assert metadata["c128_lens"] == [1, 0]
+    assert metadata["c128_state_slots"] == [35 * 8 + 7, -1]
 
 
 @pytest.mark.parametrize("hostile", [False, True])

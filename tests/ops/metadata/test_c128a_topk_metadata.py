@@ -54,7 +54,7 @@ def test_decodes_list_slots_and_prefills_list_entries() -> None:
 
 
 def test_padding_has_length_0() -> None:
-    """Its row is that of its position and request; only the length is what makes it padding."""
+    """Its row is that of its position and request; only its length makes it padding."""
     args = arguments([(0, 300), (0, 300)], [[7, 9]], 2, slots=[5, -1], width=3)
     c128a_topk_metadata(*args)
     assert args[-3].tolist() == [[14, 15, -1]] * 2

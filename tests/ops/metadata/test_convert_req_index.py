@@ -42,11 +42,11 @@ def test_every_index_of_random_batches(hostile: bool, seed: int) -> None:
             [index(table, request, i, block_size) for i in indices]
             for request, indices in zip(requests.tolist(), local.tolist(), strict=False)
         ]
-        kept = [[s for s in slots if s >= 0] for slots in expected]
+        valid = [[s for s in slots if s >= 0] for slots in expected]
         for compact in (False, True):
             slots, counts = convert_req_index(requests, table_tensor(table), local, block_size, compact)
-            assert slots.tolist() == ([row(r, width) for r in kept] if compact else expected)
-            assert counts.tolist() == [len(r) for r in kept]
+            assert slots.tolist() == ([row(r, width) for r in valid] if compact else expected)
+            assert counts.tolist() == [len(r) for r in valid]
 
 
 @given(
@@ -86,8 +86,8 @@ def test_compiles_once_for_every_token_count() -> None:
     table = i32([[5, 2, 7], [1, 0, 3]])
 
     def step(requests: Tensor, local: Tensor) -> list[Tensor]:
-        kept, compact = (convert_req_index(requests, table, local, 64, flag) for flag in (False, True))
-        return [x * 2 for x in (*kept, *compact)]
+        full, compact = (convert_req_index(requests, table, local, 64, flag) for flag in (False, True))
+        return [x * 2 for x in (*full, *compact)]
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -24,7 +24,7 @@ def i32(values: list) -> Tensor:
 def arguments(
     batch: Batch, num_decode_tokens: int, swa_table: Table, table: Table | None, *, window: int = 6, **given: object
 ) -> dict:
-    """A batch whose window rows are right, with no compressed entries unless given."""
+    """Return a batch with right window rows, and no compressed entries unless given."""
     tokens = batch.tokens()
     windows = [window_row(swa_table, *token, window, SWA_BLOCK)[0] for token in tokens[:num_decode_tokens]]
     defaults = {
@@ -62,8 +62,10 @@ def respanned(row: list[int], block_size: int, span: int) -> list[int]:
 
 def test_a_decode_token_counts_its_whole_window() -> None:
     """Six window keys and one compressed entry: 128 window columns count, and one more."""
-    given = {"decode_compressed_indices": i32([[0] + [-1] * 511]), "decode_is_valid_token": torch.tensor([True])}
-    args = arguments(Batch((1,), (6,)), 1, [[3]], [[5]], window=128, decode_compressed_indices_are_local=True, **given)
+    compressed = {"decode_compressed_indices": i32([[0] + [-1] * 511]), "decode_is_valid_token": torch.tensor([True])}
+    args = arguments(
+        Batch((1,), (6,)), 1, [[3]], [[5]], window=128, decode_compressed_indices_are_local=True, **compressed
+    )
     indices, lens = run(**args)
     assert indices == [row([*range(24, 30)], 128) + row([20], 512)]
     assert lens == [129]
@@ -178,12 +180,12 @@ def samples() -> list[tuple]:
         batch, 3, *tables, topk=5, prefill_topk_indices=topk, decode_compressed_indices=chosen,
         decode_compressed_indices_are_local=True, decode_is_valid_token=torch.tensor([True, False, True]),
     )  # fmt: skip
-    given = {**full, "decode_compressed_indices_are_local": False, "decode_compressed_lens": i32([1, 2, 9])}
+    as_slots = {**full, "decode_compressed_indices_are_local": False, "decode_compressed_lens": i32([1, 2, 9])}
     cases = [
         full,
         {key: strided(value) if isinstance(value, Tensor) else value for key, value in full.items()},
         {**full, "prefill_topk_indices": padded(topk), "num_rows": 16, "swa_block_span": 30},
-        {**given, "compressed_block_span": 9, "decode_compressed_indices": padded(chosen)},
+        {**as_slots, "compressed_block_span": 9, "decode_compressed_indices": padded(chosen)},
         arguments(Batch((), ()), 0, [], None),
         arguments(Batch((1,), (9,)), 1, [[0, 1, 2]], None),
         arguments(Batch((2,), (9,)), 0, [[0, 1, 2]], None, ratio=1),
@@ -216,12 +218,12 @@ def test_compiles_once_for_every_token_count() -> None:
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (7, 9, 22):
-            given = arguments(Batch((1, tokens), (20, tokens)), 1, table, table)
+            batch = arguments(Batch((1, tokens), (20, tokens)), 1, table, table)
             topk = hostile_indices((tokens, 5), 12)
             torch._dynamo.mark_dynamic(topk, 0)
-            torch._dynamo.mark_dynamic(given["token_to_req"], 0)
-            args = [topk, *(given[name] for name in ("token_to_req", "query_start_loc", "seq_lens"))]
-            args.append(given["decode_swa_indices"])
+            torch._dynamo.mark_dynamic(batch["token_to_req"], 0)
+            args = [topk, *(batch[name] for name in ("token_to_req", "query_start_loc", "seq_lens"))]
+            args.append(batch["decode_swa_indices"])
             assert all(map(torch.equal, compiled(*args), step(*args)))
 
 

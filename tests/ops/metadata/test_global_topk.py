@@ -51,12 +51,12 @@ def test_every_index_of_random_batches(hostile: bool, seed: int) -> None:
             [index(table, request, local, block_size) for local in row]
             for request, row in zip(requests.tolist(), topk.tolist(), strict=True)
         ]
-        kept = [[s for s in row if s >= 0] if ok else [] for row, ok in zip(expected, valid.tolist(), strict=True)]
+        compacted = [[s for s in row if s >= 0] if ok else [] for row, ok in zip(expected, valid.tolist(), strict=True)]
         slots, lens = global_topk(*args)
         assert slots.tolist() == expected
-        assert lens.tolist() == [len(row) for row in kept]
+        assert lens.tolist() == [len(row) for row in compacted]
         flat, indptr, ragged_lens = global_topk_ragged(*args)
-        assert unpack(flat, indptr) == kept
+        assert unpack(flat, indptr) == compacted
         assert_bitwise(ragged_lens, lens)
         assert flat.shape == (tokens * width,)
 

@@ -24,8 +24,8 @@ def wide(weight: Tensor, scale: Tensor | None) -> Tensor:
     """Return one expert's weight in float64."""
     if scale is None:
         return weight.double()
-    made = dequantize_weight if weight.dtype is torch.float8_e4m3fn else dequantize_mxfp4
-    return made(weight, scale).double()
+    dequantize = dequantize_weight if weight.dtype is torch.float8_e4m3fn else dequantize_mxfp4
+    return dequantize(weight, scale).double()
 
 
 def one_by_one(call: ExpertsArguments) -> Tensor:
@@ -94,13 +94,13 @@ def test_experts_and_intermediate_dims_of_ranks_add_up() -> None:
     call = experts(7, kind="float32", shared="float32", count=6, top_k=3, dtype=torch.float32)
     want, alone = check(call), call._replace(shared_w13=None, shared_w2=None)
     parts = [
-        check(each._replace(w13=call.w13[first : first + 3], w2=call.w2[first : first + 3], first_expert=first))
-        for first, each in ((0, call), (3, alone))
+        check(sample._replace(w13=call.w13[first : first + 3], w2=call.w2[first : first + 3], first_expert=first))
+        for first, sample in ((0, call), (3, alone))
     ]
     torch.testing.assert_close(parts[0] + parts[1], want)
     halves = []
     for half in (slice(0, 64), slice(64, 128)):
-        w13 = torch.cat([part[..., half, :] for part in call.w13.chunk(2, -2)], -2)
+        w13 = torch.cat([matrix[..., half, :] for matrix in call.w13.chunk(2, -2)], -2)
         halves.append(check(alone._replace(w13=w13, w2=call.w2[..., half])))
     torch.testing.assert_close(halves[0] + halves[1], check(alone))
 

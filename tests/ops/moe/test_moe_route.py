@@ -34,11 +34,11 @@ def test_the_largest_scores_with_bias_are_chosen_and_weighed_without_it(dtype: t
     x, gate, bias = problem(7, dtype)
     ids, weights = moe_route(x, gate, bias, None, None, TOP_K, SCALE)
     assert (ids.dtype, weights.dtype, ids.shape, weights.shape) == (torch.int32, torch.float32, (7, TOP_K), (7, TOP_K))
-    for scores, chosen, found in zip(scores_of(x, gate), ids.tolist(), weights.tolist(), strict=True):
+    for scores, chosen, row in zip(scores_of(x, gate), ids.tolist(), weights.tolist(), strict=True):
         order = sorted(range(EXPERTS), key=lambda e: (-(scores[e] + bias[e].item()), e))
         assert chosen == order[:TOP_K]
         total = sum(scores[e] for e in chosen)
-        assert found == pytest.approx([SCALE * scores[e] / total for e in chosen], rel=1e-5)
+        assert row == pytest.approx([SCALE * scores[e] / total for e in chosen], rel=1e-5)
 
 
 def test_the_bias_changes_the_choice() -> None:
@@ -73,8 +73,8 @@ def test_a_table_gives_the_experts_of_a_token_id(kind: torch.dtype) -> None:
     tokens = torch.tensor([4, 0, 8, 4, 1, 2], dtype=kind)
     ids, weights = moe_route(x, gate, None, tokens, table, TOP_K, SCALE)
     assert torch.equal(ids, table[tokens.long()].int())
-    for scores, chosen, found in zip(scores_of(x, gate), ids.tolist(), weights.tolist(), strict=True):
-        assert found == pytest.approx([SCALE * scores[e] / sum(scores[i] for i in chosen) for e in chosen], rel=1e-5)
+    for scores, chosen, row in zip(scores_of(x, gate), ids.tolist(), weights.tolist(), strict=True):
+        assert row == pytest.approx([SCALE * scores[e] / sum(scores[i] for i in chosen) for e in chosen], rel=1e-5)
 
 
 def test_hostile_token_ids_and_entries_choose_no_expert() -> None:
@@ -82,11 +82,11 @@ def test_hostile_token_ids_and_entries_choose_no_expert() -> None:
     table = hostile_indices((9, TOP_K), EXPERTS, dtype=torch.int64)
     tokens = hostile_indices((64,), 9)
     ids, weights = moe_route(x, gate, None, tokens, table, TOP_K)
-    for token, chosen, found in zip(tokens.tolist(), ids.tolist(), weights.tolist(), strict=True):
+    for token, chosen, row_weights in zip(tokens.tolist(), ids.tolist(), weights.tolist(), strict=True):
         row = table[token].tolist() if 0 <= token < 9 else [-1] * TOP_K
         assert chosen == [e if 0 <= e < EXPERTS else -1 for e in row]
-        assert all((w == 0) == (e < 0) for e, w in zip(chosen, found, strict=True))
-        assert sum(found) == pytest.approx(1.0) or max(chosen) < 0
+        assert all((w == 0) == (e < 0) for e, w in zip(chosen, row_weights, strict=True))
+        assert sum(row_weights) == pytest.approx(1.0) or max(chosen) < 0
 
 
 def test_tokens_do_not_influence_each_other() -> None:

@@ -20,7 +20,7 @@ EPS = 1e-6
 
 
 def rope_table(positions: int, dim: int) -> Tensor:
-    """Every row has angles of its own."""
+    """Return cosines and sines, with different angles in every row."""
     angles = torch.arange(positions)[:, None] * 0.3 ** torch.arange(dim // 2)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 

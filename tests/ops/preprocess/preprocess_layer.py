@@ -1,4 +1,4 @@
-"""A layer's caches and what it is given in a step, as the arguments of `preprocess_insert`."""
+"""A layer's caches and its inputs in a step, as the arguments of `preprocess_insert`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PADDING = (-1, -1)
 
 
 class Layer:
-    """Paged caches of a layer of `ratio` 0, 4 (with an indexer) or another; dirty, scattered, apart from each other."""
+    """Paged caches of a layer of `ratio` 0, 4 (with an indexer) or more; dirty, scattered, apart from each other."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Layer:
         return torch.randn(tokens, sum(self.widths))
 
     def arguments(self, tokens: Sequence[tuple[int, int]], projection: Tensor) -> dict[str, Any]:
-        """The op's arguments for `tokens`, (request, position), whose inputs are slices of `projection`."""
+        """Return the op's arguments for `tokens`, (request, position), with slices of `projection` as inputs."""
         request, position = torch.tensor(tokens, dtype=torch.int64).view(-1, 2).unbind(1)
         real = request >= 0
         request, position = request.clamp_min(0), position.clamp_min(0)
@@ -123,7 +123,7 @@ def storage(x: Tensor) -> Tensor:
 
 
 def with_copied_caches(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments around caches of their own, with equal strides and equal bytes between their elements."""
+    """Return the arguments with copied caches, with equal strides and equal bytes between their elements."""
     copies = {}
     for name in CACHES:
         x = arguments.get(name)

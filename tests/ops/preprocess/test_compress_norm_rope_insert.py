@@ -224,7 +224,7 @@ def test_requests_that_all_close_as_many_groups_as_they_can_fit(start: int) -> N
     history = [torch.randn(start + 8 + count, engine.width) for _ in range(requests)]
     for first, last in ((0, start + 8), (start + 8, start + 8 + count)):
         step = [(r, p) for r in range(requests) for p in range(first, last)]
-        engine.run(step, torch.cat([each[first:last] for each in history]))
+        engine.run(step, torch.cat([states[first:last] for states in history]))
     for request in range(requests):
         engine.check(history[request], request)
 
@@ -260,9 +260,9 @@ def test_op_keeps_its_promises(ratio: int, fmt: str, dim: int, hadamard: bool) -
     length = ratio + 2
     engine.run(one_request(range(length)), torch.randn(length, engine.width))
     request = torch.zeros(length, dtype=torch.int64)
-    whole = engine.arguments(engine.metadata(request, torch.arange(length)))
+    full = engine.arguments(engine.metadata(request, torch.arange(length)))
     one = engine.arguments(engine.metadata(request[:1], torch.tensor([ratio - 1])))
-    check_op(compress_norm_rope_insert, [whole, one])
+    check_op(compress_norm_rope_insert, [full, one])
     none = engine.arguments(engine.metadata(request[:0], torch.arange(0)))
     padding = engine.metadata(request[:3], torch.arange(3))
     padding["state_slot_mapping"].fill_(-1)

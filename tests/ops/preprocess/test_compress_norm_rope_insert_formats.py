@@ -45,8 +45,8 @@ def test_byte_caches_hold_the_rounded_entry_and_stay_untouched_elsewhere(ratio: 
     stride, pages = engine.cache.stride(0), engine.cache.shape[0]
     storage = engine.cache.as_strided((pages * stride,), (1,))
     expected = bytearray(storage.numpy().tobytes())
-    for each in (engine, exact):
-        each.run(one_request(range(len(history))), history)
+    for cache in (engine, exact):
+        cache.run(one_request(range(len(history))), history)
     for index, entry in enumerate(exact.entries(0, len(history) // ratio)):
         slot = engine.slots(engine.cache_table, engine.block, torch.tensor(0), torch.tensor(index)).item()
         scalar.store(expected, fmt, stride, engine.block, slot, *row_bytes(engine, entry))
@@ -58,8 +58,8 @@ def test_per_tensor_fp8_rows_are_rounded_straight_from_float32() -> None:
     engine = Engine(4, fmt="fp8", kv_scale=scale)
     exact = engine.unrounded()
     history = torch.randn(8, engine.width)
-    for each in (engine, exact):
-        each.run(one_request(range(8)), history)
+    for cache in (engine, exact):
+        cache.run(one_request(range(8)), history)
     codes = [[scalar.e4m3_code(v / 0.03125) for v in row] for row in exact.entries(0, 2).tolist()]
     stored = engine.cache[engine.cache_table[0, 0], :2]
     assert stored.tolist() == codes
@@ -69,8 +69,8 @@ def test_bfloat16_rows_are_rounded_once() -> None:
     engine = Engine(4, dtype=torch.bfloat16)
     exact = engine.unrounded()
     history = torch.randn(12, engine.width)
-    for each in (engine, exact):
-        each.run(one_request(range(12)), history)
+    for cache in (engine, exact):
+        cache.run(one_request(range(12)), history)
     assert_bitwise(engine.entries(0, 3), exact.entries(0, 3).bfloat16())
 
 
@@ -84,8 +84,8 @@ def test_hadamard_transforms_the_rotated_entry(dtype: torch.dtype) -> None:
     engine = Engine(4, hadamard=True, dtype=dtype)
     plain = engine.unrounded(dtype)
     history = torch.randn(8, engine.width)
-    for each in (engine, plain):
-        each.run(one_request(range(8)), history)
+    for cache in (engine, plain):
+        cache.run(one_request(range(8)), history)
     expected = plain.entries(0, 2).double() @ sylvester(16)
     bound = 1e-6 if dtype is torch.float32 else 2.0**-8
     torch.testing.assert_close(engine.entries(0, 2).double(), expected, rtol=bound, atol=1e-6)
@@ -97,8 +97,8 @@ def test_hadamard_comes_before_the_quantisation(fmt: str) -> None:
     engine = Engine(4, fmt=fmt, dim=128, rope_dim=64, hadamard=True)
     exact = engine.unrounded(torch.bfloat16)
     history = torch.randn(16, engine.width)
-    for each in (engine, exact):
-        each.run(one_request(range(16)), history)
+    for cache in (engine, exact):
+        cache.run(one_request(range(16)), history)
     transformed = exact.entries(0, 4).double() @ sylvester(128)
     # Half the widest step, against a largest magnitude that is at least the value in its middle: 16 of 272 in e4m3 and
     # 1 of 5 in e2m1. Then one bfloat16 rounding.

@@ -75,13 +75,15 @@ def separately(a: dict[str, Any]) -> Tensor:
     )
     for prefix, entries, fmt in (("", "compressed_", a["cache_format"]), ("indexer_", "indexer_", None)):
         if f"{prefix}kv_score" in a:
-            own = {name: a[f"{prefix}{name}"] for name in ("kv_score", "ape", "norm_weight", "state_cache")}
+            states = {name: a[f"{prefix}{name}"] for name in ("kv_score", "ape", "norm_weight", "state_cache")}
             slots, ratio = a[f"{prefix}state_slot_mapping"], a["ratio"]
             state_block = layout.state_block_size(ratio)
-            ops.save_partial_states(own["kv_score"], own["ape"], own["state_cache"], slots, where[0], state_block)
+            ops.save_partial_states(
+                states["kv_score"], states["ape"], states["state_cache"], slots, where[0], state_block
+            )
             ops.compress_norm_rope_insert(
-                own["state_cache"], slots, a[f"{prefix}state_block_table"], a["token_to_req"], where[0],
-                a[f"{entries}slot_mapping"], own["norm_weight"], where[1], a[f"{entries}cache"], EPS, ratio,
+                states["state_cache"], slots, a[f"{prefix}state_block_table"], a["token_to_req"], where[0],
+                a[f"{entries}slot_mapping"], states["norm_weight"], where[1], a[f"{entries}cache"], EPS, ratio,
                 state_block, layout.storage_block_size(ratio), fmt or a["indexer_cache_format"],
                 a.get("hadamard", False) and not fmt, a["kv_scale"] if fmt else None,
             )  # fmt: skip
@@ -89,7 +91,7 @@ def separately(a: dict[str, Any]) -> Tensor:
 
 
 def both(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run the op and what it replaces on equal caches; all bytes are equal. Returns the op's arguments."""
+    """Run the op and the ops that it replaces on equal caches; all bytes are equal. Returns the op's arguments."""
     ours, theirs = with_copied_caches(arguments), with_copied_caches(arguments)
     assert_bitwise(preprocess_insert(**ours), separately(theirs), strides=True)
     for name in CACHES:
@@ -150,9 +152,9 @@ def test_a_float32_projection_is_rounded_once_to_dtype_or_that_of_the_weights(
     assert arguments["qr"].dtype is torch.float32
     rounded = {**arguments, "qr": arguments["qr"].bfloat16(), "kv": arguments["kv"].bfloat16()}
     results = []
-    for each in (arguments, rounded):
-        each = with_copied_caches(each)
-        results.append([preprocess_insert(**each), *(storage(each[name]) for name in CACHES if name in each)])
+    for unchanged in (arguments, rounded):
+        call = with_copied_caches(unchanged)
+        results.append([preprocess_insert(**call), *(storage(call[name]) for name in CACHES if name in call)])
     assert results[0][0].dtype is torch.bfloat16
     for ours, theirs in zip(*results, strict=True):
         assert_bitwise(ours, theirs)
@@ -238,8 +240,8 @@ def positional(arguments: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("kind", ["swa", "hca", "csa hadamard"])
 def test_op_keeps_its_promises(kind: str) -> None:
     model = layer(kind)
-    whole = positional(model.arguments(STEP, model.projection(len(STEP))))
-    check_op(preprocess_insert, [whole])
+    full = positional(model.arguments(STEP, model.projection(len(STEP))))
+    check_op(preprocess_insert, [full])
     few = [positional(model.arguments(tokens, model.projection(len(tokens)))) for tokens in ([], [(0, 127)])]
     check_op(preprocess_insert, few, utilities=False)
 
@@ -279,8 +281,8 @@ INDEXER = (*(f"indexer_{name}" for name in GROUPS), "indexer_cache", "indexer_sl
 def test_a_compressor_without_one_of_its_arguments_is_refused(name: str) -> None:
     model = layer("csa")
     arguments = model.arguments(STEP, model.projection(len(STEP)))
-    part = name.removeprefix("indexer_").removeprefix("compressed_")
-    with pytest.raises(InputError, match=rf"E201(.|\n)*compressor without its {part}"):
+    field = name.removeprefix("indexer_").removeprefix("compressed_")
+    with pytest.raises(InputError, match=rf"E201(.|\n)*compressor without its {field}"):
         preprocess_insert(**{**arguments, name: None})
 
 

@@ -58,17 +58,17 @@ def test_no_token_and_one(kind: str, tokens: list[tuple[int, int]]) -> None:
 
 def test_the_next_product_takes_it_as_it_is() -> None:
     """An identity multiplies without a sum."""
-    given = arguments("swa", latent=256)
-    (values, scale), latents = both(given)
+    call = arguments("swa", latent=256)
+    (values, scale), latents = both(call)
     eye, ones = torch.eye(256).to(torch.float8_e4m3fn), torch.ones(2, 2)
     assert_bitwise(fp8_grouped_einsum(values, scale, eye, ones).squeeze(1), fp8_linear(latents, eye, ones))
 
 
 def test_rows_of_zeros_and_of_nan_keep_to_themselves() -> None:
-    given = arguments("swa")
-    given["qr"] = given["qr"].clone()
-    given["qr"][1], given["qr"][2, 7] = 0, torch.nan
-    (values, scale), _ = both(given)
+    call = arguments("swa")
+    call["qr"] = call["qr"].clone()
+    call["qr"][1], call["qr"][2, 7] = 0, torch.nan
+    (values, scale), _ = both(call)
     assert not values[1].float().any() and scale[1].max() < 1e-9
     assert values[2].float().isnan().all() and (scale[2] == 2.0**127).all()
     assert values[3:].float().isfinite().all()
@@ -76,9 +76,9 @@ def test_rows_of_zeros_and_of_nan_keep_to_themselves() -> None:
 
 @KIND
 def test_it_waits_for_no_device(kind: str) -> None:
-    given = with_copied_caches(arguments(kind))
+    call = with_copied_caches(arguments(kind))
     with refuse_synchronization():
-        preprocess_insert_quant(**given)
+        preprocess_insert_quant(**call)
 
 
 @KIND
@@ -98,9 +98,9 @@ def test_op_keeps_its_promises(kind: str) -> None:
     ],
 )
 def test_wrong_arguments_are_refused_in_its_own_name(change: dict[str, Any], message: str) -> None:
-    given = arguments("csa")
-    before = with_copied_caches(given)
+    call = arguments("csa")
+    before = with_copied_caches(call)
     with pytest.raises(InputError, match=message):
-        preprocess_insert_quant(**{**given, **change})
+        preprocess_insert_quant(**{**call, **change})
     for name in CACHES:
-        assert_bitwise(storage(given[name]), storage(before[name]), label=name)
+        assert_bitwise(storage(call[name]), storage(before[name]), label=name)

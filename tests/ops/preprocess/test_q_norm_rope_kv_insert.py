@@ -103,7 +103,7 @@ def test_fp8_queries_are_quantised_from_the_unrounded_value() -> None:
 
 
 def poisoned_cache(fmt: str, blocks: int, block_size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Storage full of NaN, and a cache in it whose pages are further apart than they are long."""
+    """Return storage full of NaN, and a cache in it with a page stride above the page size."""
     shape = layout.cache_shape(fmt, blocks, block_size, dim)
     used = math.prod(shape[1:])
     stride = layout.PAGE_LAYOUTS[fmt].page_stride(block_size) if fmt in layout.PAGE_LAYOUTS else used + 32
