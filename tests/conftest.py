@@ -1,4 +1,4 @@
-"""Fixtures every test gets: a seed of its own, and no compiled code left over from the test before."""
+"""Fixtures of every test: a separate seed, and no compiled code left over from the test before."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LONGEST = (
 """The files that take longest where nothing has been compiled yet, longest first."""
 
 ON_RANKS = ("parallel/test_ranks.py", "parallel/test_watchdog.py", "debug/test_diverge_ranks.py")
-"""Files whose processes are forked from one server, which takes ten seconds to import what they need."""
+"""Files with processes forked from one server, which takes ten seconds to import their modules."""
 
 COMPILED = pytest.StashKey[int]()
 
@@ -115,7 +115,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest: a process that takes one up last is waited for alone."""
-    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    places = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
@@ -187,14 +187,14 @@ def gemms(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def gemms_by_size() -> Iterator[None]:
-    """Run the test with GEMMs whose bits depend on their sizes."""
+    """Run the test with GEMMs that have different bits for different sizes."""
     with by_size():
         yield
 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Forget compiled code after each test, so that no test uses up another's recompile limit."""
+    """Forget compiled code after each test, so that no test uses up the recompile limit of a later one."""
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

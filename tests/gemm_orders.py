@@ -1,4 +1,4 @@
-"""GEMMs on a CPU whose order of sums follows from their sizes, as a library's may: what no bit may depend on."""
+"""GEMMs on a CPU with an order of sums that follows from their sizes, as in libraries: no bit may depend on it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 from dsv4_compile import _compat
 
 COMPILER = "torch._inductor.compile_fx"
-"""Module whose import brings all that is patched."""
+"""Module that imports all patched modules."""
 
 
 def quicken_if_imported() -> None:

@@ -1,7 +1,7 @@
-"""Interpreters that have already imported what tests need: a job is forked from one, so it starts in milliseconds.
+"""Interpreters that have already imported the modules of tests: a job is forked from one, so it starts in milliseconds.
 
-A new interpreter takes seconds to import torch, Triton and the package. Each job is a process of its own all the same:
-it may crash, and what it changes goes with it.
+A new interpreter takes seconds to import torch, Triton and the package. Each job is a separate process all the same: it
+may crash, and its changes end with it.
 
 python -m tests.warm MODULE ...   imports the modules, then runs the jobs of standard input: one line of JSON each
 """
@@ -69,7 +69,7 @@ class WarmPython:
             return Done(int(answer), out.read_text(errors="replace"), err.read_text(errors="replace"))
 
     def close(self) -> None:
-        """End the interpreter; a later job starts another."""
+        """End the interpreter; a later job starts a new one."""
         if self.process is not None:
             self.process.communicate()
             self.process = None
@@ -93,7 +93,8 @@ def main(modules: list[str]) -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            # Leaves the loop, and the interpreter in the ordinary way: with what is registered to run at its exit.
+            # Leaves the loop, and the interpreter in the ordinary way: with functions that are registered to run at its
+            # exit.
             return run_job(*json.loads(line))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 

@@ -119,13 +119,13 @@ def outcome(check: Callable[[Setup, str], None], setup: Setup, device: str) -> s
 
 def outcomes(setup: Setup, device: str) -> dict[str, str]:
     """Return the outcome of each check that applies to `setup`."""
-    found = {"eager": outcome(eager, setup, device)}
+    results = {"eager": outcome(eager, setup, device)}
     if setup.ratio in (1, 4):
-        found["compiled"] = outcome(compiled, setup, device)
+        results["compiled"] = outcome(compiled, setup, device)
         if setup.phase == "decode" and device == "cuda":
-            found["captured"] = outcome(captured, setup, device)
+            results["captured"] = outcome(captured, setup, device)
     torch.compiler.reset()
-    return found
+    return results
 
 
 def run(device: str, jobs: int = 1) -> Iterator[Record]:
@@ -139,11 +139,13 @@ def run(device: str, jobs: int = 1) -> Iterator[Record]:
     command = f"python tests/attention_backends/record.py --device {device}"
     about = {**environment(torch.device(device)), "command": command}
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        for number, (setup, found) in enumerate(zip(every, pool.map(outcomes, every, repeat(device)), strict=True), 1):
-            print(f"{number}/{len(every)} {setup}: {', '.join(f'{k} {v}' for k, v in found.items())}", flush=True)
+        for number, (setup, results) in enumerate(
+            zip(every, pool.map(outcomes, every, repeat(device)), strict=True), 1
+        ):
+            print(f"{number}/{len(every)} {setup}: {', '.join(f'{k} {v}' for k, v in results.items())}", flush=True)
             row = rows.setdefault((setup.system, setup.kv_cache_dtype, setup.phase), {})
             # A row covers all ratios: it keeps the first failure.
-            row.update({name: result for name, result in found.items() if row.get(name, "passed") == "passed"})
+            row.update({name: result for name, result in results.items() if row.get(name, "passed") == "passed"})
             yield {
                 **about,
                 "cases": f"{number} of {len(every)}",
@@ -188,8 +190,8 @@ def main() -> int:
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     for record in run(options.device, options.jobs):
-        place = record["architecture"].removeprefix("cuda ")
-        path = folder / f"attention_backends_{place}_{record['date'][:10]}.json"
+        architecture = record["architecture"].removeprefix("cuda ")
+        path = folder / f"attention_backends_{architecture}_{record['date'][:10]}.json"
         path.write_text(json.dumps(record, indent=1) + "\n")
     print(table([record]))
     print(path)

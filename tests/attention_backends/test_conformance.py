@@ -45,7 +45,7 @@ def test_empty_batch_gives_empty_output(setup: Setup, seed: int) -> None:
 
 
 COMPILED_BY_PHASE = ("FLASHMLA_SPARSE_DSV4", "ROCM_FLASHMLA_SPARSE_DSV4")
-"""Backends whose bfloat16 caches are compiled for decodes and for prefills separately, at ratio 128."""
+"""Backends that compile decodes and prefills with bfloat16 caches separately, at ratio 128."""
 COMPILED = [
     *(setup for setup in SETUPS if setup.kv_cache_dtype != "bfloat16" or setup.name not in COMPILED_BY_PHASE),
     *(

@@ -49,8 +49,8 @@ def padded_tokens(batch: Batch) -> list[tuple[int, int]]:
 
 
 def tensors_of(value: Any) -> dict[str, Tensor]:
-    found = {field.name: getattr(value, field.name) for field in fields(value)}
-    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+    values = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: tensor for name, tensor in values.items() if isinstance(tensor, Tensor)}
 
 
 @pytest.mark.parametrize("batch", [MIXED, DECODES], ids=["mixed", "decodes"])
@@ -60,15 +60,15 @@ def test_compressed_slots_and_split_are_exact(ratio: int, batch: Batch, seed: in
     builder = DeepseekV4FlashMLAMetadataBuilder(
         TOKENS, max_model_len=MAX_LEN, ratio=ratio, topk_tokens=512, decode_threshold=2
     )
-    made = builder.build(0, common(batch, table))
+    metadata = builder.build(0, common(batch, table))
     block = layout.storage_block_size(ratio)
     tokens = padded_tokens(batch)
-    assert made.slot_mapping.tolist() == [compressed_slot(table, *token, block, ratio) for token in tokens]
-    assert made.req_id_per_token.tolist() == [request for request, _ in tokens]
-    assert (made.num_reqs, made.num_actual_tokens) == (len(batch.seq_lens), batch.num_tokens)
-    assert (made.max_query_len, made.max_seq_len) == (max(batch.query_lens), max(batch.seq_lens))
-    assert (made.block_size, made.topk_tokens) == (256, 512)
-    split = (made.num_decodes, made.num_prefills, made.num_decode_tokens, made.num_prefill_tokens)
+    assert metadata.slot_mapping.tolist() == [compressed_slot(table, *token, block, ratio) for token in tokens]
+    assert metadata.req_id_per_token.tolist() == [request for request, _ in tokens]
+    assert (metadata.num_reqs, metadata.num_actual_tokens) == (len(batch.seq_lens), batch.num_tokens)
+    assert (metadata.max_query_len, metadata.max_seq_len) == (max(batch.query_lens), max(batch.seq_lens))
+    assert (metadata.block_size, metadata.topk_tokens) == (256, 512)
+    split = (metadata.num_decodes, metadata.num_prefills, metadata.num_decode_tokens, metadata.num_prefill_tokens)
     assert split == ((4, 2, 5, 343) if batch is MIXED else (4, 0, 8, 0))
 
 
@@ -76,44 +76,44 @@ def test_compressed_slots_and_split_are_exact(ratio: int, batch: Batch, seed: in
 def test_ratio_128_rows_are_slots_for_decodes_and_request_indices_for_prefills(batch: Batch, seed: int) -> None:
     table = pages(seed, batch)
     builder = DeepseekV4FlashMLAMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=128, decode_threshold=2)
-    made = builder.build(0, common(batch, table))
+    metadata = builder.build(0, common(batch, table))
     tokens = padded_tokens(batch)
-    rows = [entry_row(table, *token, WIDTH, 2, 128) for token in tokens[: made.num_decode_tokens]]
-    assert made.c128a_global_decode_topk_indices.shape == (made.num_decode_tokens, 1, WIDTH)
-    assert made.c128a_global_decode_topk_indices.squeeze(1).tolist() == [indices for indices, _ in rows]
-    assert made.c128a_decode_topk_lens.tolist() == [count for _, count in rows]
+    rows = [entry_row(table, *token, WIDTH, 2, 128) for token in tokens[: metadata.num_decode_tokens]]
+    assert metadata.c128a_global_decode_topk_indices.shape == (metadata.num_decode_tokens, 1, WIDTH)
+    assert metadata.c128a_global_decode_topk_indices.squeeze(1).tolist() == [indices for indices, _ in rows]
+    assert metadata.c128a_decode_topk_lens.tolist() == [count for _, count in rows]
     if batch is DECODES:
-        assert made.c128a_prefill_topk_indices is None
+        assert metadata.c128a_prefill_topk_indices is None
     else:
-        local = [row(range((position + 1) // 128), WIDTH) for _, position in tokens[made.num_decode_tokens :]]
-        assert made.c128a_prefill_topk_indices.tolist() == local
+        local = [row(range((position + 1) // 128), WIDTH) for _, position in tokens[metadata.num_decode_tokens :]]
+        assert metadata.c128a_prefill_topk_indices.tolist() == local
 
 
 def test_window_only_layer_keeps_the_raw_slots(seed: int) -> None:
     cm = common(MIXED, pages(seed, MIXED))
-    made = DeepseekV4FlashMLAMetadataBuilder(TOKENS, max_model_len=MAX_LEN).build(0, cm)
-    assert made.slot_mapping is cm.slot_mapping
-    assert made.c128a_global_decode_topk_indices is None
+    metadata = DeepseekV4FlashMLAMetadataBuilder(TOKENS, max_model_len=MAX_LEN).build(0, cm)
+    assert metadata.slot_mapping is cm.slot_mapping
+    assert metadata.c128a_global_decode_topk_indices is None
 
 
 def test_indexer_metadata_is_exact(seed: int) -> None:
     table = pages(seed, MIXED)
-    made = DeepseekV4IndexerMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=4).build(0, common(MIXED, table))
+    metadata = DeepseekV4IndexerMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=4).build(0, common(MIXED, table))
     tokens = padded_tokens(MIXED)
-    assert made.slot_mapping.tolist() == [compressed_slot(table, *token, 64, 4) for token in tokens]
-    assert made.context_lens.tolist() == [(position + 1) // 4 for _, position in tokens]
-    assert made.is_valid_token.tolist() == [position >= 0 for _, position in tokens]
-    assert made.max_context == 175
-    assert (made.num_decodes, made.num_decode_tokens) == (3, 3)
+    assert metadata.slot_mapping.tolist() == [compressed_slot(table, *token, 64, 4) for token in tokens]
+    assert metadata.context_lens.tolist() == [(position + 1) // 4 for _, position in tokens]
+    assert metadata.is_valid_token.tolist() == [position >= 0 for _, position in tokens]
+    assert metadata.max_context == 175
+    assert (metadata.num_decodes, metadata.num_decode_tokens) == (3, 3)
 
 
 @pytest.mark.parametrize(("ratio", "indexer", "block"), [(4, False, 4), (4, True, 4), (128, False, 8)])
 def test_compressor_metadata_has_a_state_slot_for_each_token(ratio: int, indexer: bool, block: int, seed: int) -> None:
     table = pages(seed, MIXED, block)
     builder = DeepseekV4CompressorMetadataBuilder(TOKENS, max_model_len=MAX_LEN, ratio=ratio, indexer=indexer)
-    made = builder.build(0, common(MIXED, table))
-    assert made.slot_mapping.tolist() == [slot(table, *token, block) for token in padded_tokens(MIXED)]
-    assert made.block_size == block
+    metadata = builder.build(0, common(MIXED, table))
+    assert metadata.slot_mapping.tolist() == [slot(table, *token, block) for token in padded_tokens(MIXED)]
+    assert metadata.block_size == block
 
 
 def loaded(batch: Batch, seed: int) -> tuple[MetadataBuffers, dict[str, Table]]:
@@ -162,8 +162,15 @@ def test_addresses_and_strides_of_a_step_never_change(seed: int) -> None:
         buffers.load(DECODES.query_start_loc(), lens)
         step = builder.build(DECODES.query_start_loc().tolist(), lens, DECODES.num_tokens)
         parts = (step.swa, *step.extra.values(), step.indexer, *step.states.values())
-        kept = [tensors_of(part) for part in parts]
-        seen.add(tuple((n, t.data_ptr(), t.stride()) for part in kept for n, t in part.items() if "gather" not in n))
+        tensors_of_parts = [tensors_of(part_metadata) for part_metadata in parts]
+        seen.add(
+            tuple(
+                (n, t.data_ptr(), t.stride())
+                for tensors in tensors_of_parts
+                for n, t in tensors.items()
+                if "gather" not in n
+            )
+        )
     assert len(seen) == 1
 
 
@@ -186,13 +193,13 @@ def test_from_engine_equals_the_constructor(seed: int) -> None:
     )
     group = SimpleNamespace(compress_ratio=128, block_size=256)
     cm = common(MIXED, pages(seed, MIXED))
-    made = DeepseekV4FlashMLAMetadataBuilder.from_engine(group, ["layers.3.attn"], engine, "cpu").build(0, cm)
+    metadata = DeepseekV4FlashMLAMetadataBuilder.from_engine(group, ["layers.3.attn"], engine, "cpu").build(0, cm)
     sizes: dict[str, Any] = {"max_model_len": MAX_LEN, "ratio": 128, "topk_tokens": 512, "decode_threshold": 2}
     wanted = DeepseekV4FlashMLAMetadataBuilder(TOKENS, **sizes).build(0, cm)
     for field in fields(wanted):
-        a, b = getattr(made, field.name), getattr(wanted, field.name)
+        a, b = getattr(metadata, field.name), getattr(wanted, field.name)
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, field.name
-    assert made.num_decode_tokens == 5
+    assert metadata.num_decode_tokens == 5
     for kind in (DeepseekV4IndexerMetadataBuilder, DeepseekV4CompressorMetadataBuilder):
         state = kind.from_engine(SimpleNamespace(compress_ratio=4), ["layers.2.attn"], engine, "cpu").build(0, cm)
         assert state.req_id_per_token.tolist() == wanted.req_id_per_token.tolist()

@@ -30,10 +30,10 @@ def split(case: AttentionCase) -> tuple[int, int]:
 
 def windows(case: AttentionCase, tokens: int) -> list[tuple[list[int], int]]:
     """Return the index row and its length for the first `tokens` tokens; padding has length 0."""
-    found = []
+    rows = []
     for request, position in case.batch.tokens()[:tokens]:
-        found.append(window_row(case.window_table, request, position, case.window, layout.WINDOW_BLOCK))
-    return found
+        rows.append(window_row(case.window_table, request, position, case.window, layout.WINDOW_BLOCK))
+    return rows
 
 
 def lists(rows: Tensor, ends: Tensor) -> list[list[int]]:
@@ -49,12 +49,12 @@ def test_window_metadata_is_exact(name: str, phase: str, seed: int) -> None:
     case = case_of(rng, setup)
     swa: DeepseekSparseSWAMetadata = Layer(setup, case).metadata(case).swa
     requests, tokens = split(case)
-    batch, found = case.batch, windows(case, tokens)
+    batch, rows = case.batch, windows(case, tokens)
     assert (swa.num_decodes, swa.num_decode_tokens) == (requests, tokens)
     assert swa.num_prefills == len(batch.seq_lens) - requests
     assert swa.num_prefill_tokens == batch.num_tokens - tokens
-    assert swa.decode_swa_indices.squeeze(1).tolist() == [indices for indices, _ in found]
-    assert swa.decode_swa_lens.tolist() == [length for _, length in found]
+    assert swa.decode_swa_indices.squeeze(1).tolist() == [indices for indices, _ in rows]
+    assert swa.decode_swa_lens.tolist() == [length for _, length in rows]
     assert swa.token_to_req_indices.tolist() == [max(request, 0) for request, _ in batch.tokens()]
     assert swa.is_valid_token.tolist() == [position >= 0 for _, position in batch.tokens()]
     assert swa.prefill_seq_lens.tolist() == list(batch.seq_lens[requests:])

@@ -27,12 +27,12 @@ def test_table_has_a_row_for_each_cache_and_the_last_pass_of_each_device() -> No
 
 @pytest.mark.usefixtures("flash_mla")
 def test_a_supported_library_has_separate_rows() -> None:
-    found = list(library_setups("cuda sm_90", ("decode",), (4,)))
-    assert [(setup.system, setup.kv_cache_dtype) for setup in found] == [
+    setups = list(library_setups("cuda sm_90", ("decode",), (4,)))
+    assert [(setup.system, setup.kv_cache_dtype) for setup in setups] == [
         ("FLASHMLA_SPARSE_DSV4, flash_mla", "fp8_ds_mla")
     ]
     assert not list(library_setups("cpu"))
-    row = {"system": found[0].system, "cache": "fp8_ds_mla", "phase": "decode", "eager": "passed"}
+    row = {"system": setups[0].system, "cache": "fp8_ds_mla", "phase": "decode", "eager": "passed"}
     text = record.table([{"architecture": "cuda sm_90", "date": "2026-11-20T10:00:00+00:00", "rows": [row]}])
     assert text.endswith("| `FLASHMLA_SPARSE_DSV4`, flash_mla | fp8_ds_mla | sm_90 2026-11-20: eager | - | - |")
 

@@ -25,12 +25,12 @@ TABLE = cos_sin_cache(Rope(10000.0, ROPE), 128, "cpu")
 
 
 def indexer_of(cache_dtype: str, dtype: torch.dtype, **options: Any) -> DeepseekV32Indexer:
-    made = DeepseekV32Indexer(
+    indexer = DeepseekV32Indexer(
         HIDDEN, RANK, num_heads=HEADS, topk=TOPK, cache_dtype=cache_dtype, rope_dim=ROPE, dtype=dtype, **options
     )
-    for parameter in made.parameters():
+    for parameter in indexer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape) * 0.3 + (parameter.dim() == 1))
-    return made
+    return indexer
 
 
 class Batches:
@@ -159,13 +159,13 @@ def test_layer_with_indexer_equals_layer_with_given_indices_in_one_graph(cache_d
         common, tokens = batches.step(counts)
         hidden = torch.randn(common.num_actual_tokens, HIDDEN).bfloat16()
         positions = torch.tensor([position for _, position in tokens] + [0] * 2)
-        metadata, own = build(0, common), build_index(0, common)
+        metadata, index_metadata = build(0, common), build_index(0, common)
         with torch.inference_mode(), torch._dynamo.config.patch(error_on_recompile=number > 0):
-            out = compiled(hidden, positions, TABLE, caches[0], metadata, None, index_caches[0], own)
+            out = compiled(hidden, positions, TABLE, caches[0], metadata, None, index_caches[0], index_metadata)
         with torch.inference_mode():
-            eager = layer(hidden, positions, TABLE, caches[1], metadata, None, index_caches[1], own)
+            eager = layer(hidden, positions, TABLE, caches[1], metadata, None, index_caches[1], index_metadata)
             qr = torch.nn.functional.rms_norm(layer.q_a_proj(hidden), (RANK,), layer.q_a_layernorm.weight, 1e-6)
-            topk = indexer(hidden, qr, positions, TABLE, index_caches[2], own)
+            topk = indexer(hidden, qr, positions, TABLE, index_caches[2], index_metadata)
             expected = told(hidden, positions, TABLE, caches[2], metadata, topk)
         assert_bitwise(eager, expected)
         assert_bitwise(out, eager)

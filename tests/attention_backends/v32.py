@@ -39,8 +39,8 @@ class V32Case:
         self.table = random_table(rng, REQUESTS, layout.cdiv(MAX_MODEL_LEN, block_size))
         self.chosen = [rng.sample(range(position + 1), min(position + 1, TOPK)) for _, position in batch.tokens()]
         pages = REQUESTS * len(self.table[0])
-        made = {"live": pages * block_size, "head_dim": layout.V32_HEAD_DIM, "dtype": dtype, "generator": generator}
-        self.cache = random_cache("plain", pages, block_size, **made).cache
+        options = {"live": pages * block_size, "head_dim": layout.V32_HEAD_DIM, "dtype": dtype, "generator": generator}
+        self.cache = random_cache("plain", pages, block_size, **options).cache
         self.q = torch.randn(batch.num_tokens, heads, layout.V32_HEAD_DIM, generator=generator).to(dtype)
 
     def topk_indices(self) -> Tensor:

@@ -22,7 +22,7 @@ def torch_alone() -> Iterator[WarmPython]:
 
 @pytest.fixture(scope="module", autouse=True)
 def lowered_to_cpp() -> Iterator[None]:
-    """Let `auto` use lowerings on a CPU too, as it does on GPUs: these tests look at what it then does."""
+    """Let `auto` use lowerings on a CPU too, as it does on GPUs: these tests are about its choices there."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(registry, "COMPILES_LONG", "")
         yield

@@ -26,7 +26,7 @@ from dsv4_compile.selection.decisions import Fusion
 class Fused:
     """A function compiled up to the fusion passes, and its last graph after them.
 
-    `shared` names the ops whose new version of a cache is in the storage of the old one, so that torch confuses them.
+    `shared` names ops with the new version of a cache in the storage of the old one, so that torch confuses them.
     """
 
     call: Callable[..., Any]
@@ -35,7 +35,7 @@ class Fused:
     fusions: list[Fusion] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
     joined: int = 0
-    """Number of fp8_linear calls that also compute a second layer (`beside`)."""
+    """Number of fp8_linear calls that also compute a second layer."""
 
     @property
     def reasons(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The backend: its imports, its graph pass beside the user's, and the settings of Inductor that it changes."""
+"""The backend: its imports, its graph pass with the user's, and the settings of Inductor that it changes."""
 
 from __future__ import annotations
 
@@ -193,8 +193,8 @@ def test_a_slice_of_a_cache_that_is_itself_a_view_is_written_at_its_offset(dynam
         torch.ops.dsv4.kv_rope_insert(kv * 2, cache[:2], slots, positions, table, 4, "plain")
 
     run(kv, expected[3:])
-    given = actual[3:]
+    argument = actual[3:]
     if dynamic:
-        torch._dynamo.mark_dynamic(given, 0)
-    torch.compile(run, backend=backend.dsv4, fullgraph=True)(kv, given)
+        torch._dynamo.mark_dynamic(argument, 0)
+    torch.compile(run, backend=backend.dsv4, fullgraph=True)(kv, argument)
     assert torch.equal(actual, expected) and actual[:5].any() and actual[5:].any()

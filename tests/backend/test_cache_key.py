@@ -65,7 +65,7 @@ def test_edit_misses_and_revert_hits(checkout: Checkout) -> None:
     original = lowering.read_text()
     edited = original.replace("cos_sin_cache, eps, padded_heads)", "cos_sin_cache, eps + 3, padded_heads)")
     assert edited != original
-    # Normalized ones, whose last pair (1, 1) is rotated by cos 1 and sin 0.5.
+    # Normalized ones; their last pair (1, 1) is rotated by cos 1 and sin 0.5.
     first = checkout.run()
     assert first["out"] == pytest.approx([1, 1, 0.5, 1.5], abs=1e-5)
     assert (first["hits"], first["misses"]) == (0, 1)

@@ -94,12 +94,12 @@ def test_a_norm_with_an_eps_of_zero_is_fused() -> None:
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_attention_that_already_applies_norm_and_rope_is_not_fused_again(where: str, eps: float) -> None:
     attention = Attention()
-    own = {"positions": attention.positions + 5, "cos_sin_cache": attention.table, "q_norm_eps": eps}
+    options = {"positions": attention.positions + 5, "cos_sin_cache": attention.table, "q_norm_eps": eps}
 
     def run(cache: Tensor) -> Tensor:
         if where == "before":
-            return attention(attention.norm(), cache, **own)
-        out: Tensor = ops.inv_rope(attention(attention.q, cache, **own), attention.positions, attention.table)
+            return attention(attention.norm(), cache, **options)
+        out: Tensor = ops.inv_rope(attention(attention.q, cache, **options), attention.positions, attention.table)
         return out
 
     result = compare(run, attention)

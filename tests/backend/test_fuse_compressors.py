@@ -131,7 +131,7 @@ def test_a_compressor_with_another_eps_or_other_state_slots_is_not_fused(change:
     vars(layer.first).update(change)
     result = compare(lambda caches: layer.run("nSC", caches), layer.caches)
     assert "preprocess_insert" not in result.ops or "compress_norm_rope_insert" in result.ops
-    assert any(reason in each for each in result.reasons), result.reasons
+    assert any(reason in why for why in result.reasons), result.reasons
 
 
 def test_an_indexers_compressor_alone_is_not_fused_and_is_reported() -> None:
@@ -167,9 +167,9 @@ def test_a_norm_of_the_result_of_another_norm_is_fused_too() -> None:
 
 def in_one_allocation(caches: Caches, *names: str) -> Caches:
     """Return `caches` with those called `names` as consecutive views of one tensor."""
-    whole = torch.cat([caches[name].flatten() for name in names])
-    parts = whole.split([caches[name].numel() for name in names])
-    return {**caches, **{name: part.view_as(caches[name]) for name, part in zip(names, parts, strict=True)}}
+    allocation = torch.cat([caches[name].flatten() for name in names])
+    parts = allocation.split([caches[name].numel() for name in names])
+    return {**caches, **{name: piece.view_as(caches[name]) for name, piece in zip(names, parts, strict=True)}}
 
 
 @pytest.mark.parametrize(

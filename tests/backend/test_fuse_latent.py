@@ -52,10 +52,10 @@ class Latents:
 def compare(latents: Latents, body: Body, options: dict[str, Any] | None = None) -> Fused:
     """Compare results and caches with those of the unfused graph."""
     with torch.no_grad():
-        given = latents.given()
-        ours, theirs = with_copied_caches(given), with_copied_caches(given)
+        arguments = latents.given()
+        ours, theirs = with_copied_caches(arguments), with_copied_caches(arguments)
         result = fused(body, options)
-        # A GEMM with a batch of one may sum in another order, and the normalized values are not integers.
+        # A GEMM with a batch of one may sum in a different order, and the normalized values are not integers.
         torch.testing.assert_close(result.call(ours), body(theirs), rtol=2.0**-7, atol=2.0**-6)
         for name in CACHES:
             if name in ours:
@@ -179,10 +179,10 @@ def test_one_graph_serves_every_token_count() -> None:
     result = fused(latents.whole)
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (5, 3, 40):
-            given = latents.given([(0, p) for p in range(tokens)])
-            ours, theirs = with_copied_caches(given), with_copied_caches(given)
-            for each in (ours, theirs):
+            arguments = latents.given([(0, p) for p in range(tokens)])
+            ours, theirs = with_copied_caches(arguments), with_copied_caches(arguments)
+            for call in (ours, theirs):
                 for name in ("qr", "kv", "positions", "token_to_req", "window_slot_mapping"):
-                    torch._dynamo.mark_dynamic(each[name], 0)
+                    torch._dynamo.mark_dynamic(call[name], 0)
             torch.testing.assert_close(result.call(ours), latents.whole(theirs), rtol=2.0**-7, atol=2.0**-6)
             assert result.ops == FUSED

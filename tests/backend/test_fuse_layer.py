@@ -30,7 +30,7 @@ GEMMS = ("fp8_grouped_einsum_quant", "fp8_grouped_einsum", "fp8_grouped_einsum")
 FUSED_FP8 = ("preprocess_insert_quant", "sparse_mla_decode_quant", *GEMMS)
 STEPS = [[10, 0, 3], [1, 1, 140]]
 NEIGHBOUR = Tolerance(abs=2e-4, rel=1.01 / 128, cosine=1e-6)
-"""Tolerance for e4m3 weights: the last GEMM becomes a batch of one, which a library may sum in another order."""
+"""Tolerance for e4m3 weights: the last GEMM becomes a batch of one, which a library may sum in a different order."""
 
 
 def step_through(layer: DeepseekV4Attention, call: Any, check: Any = assert_bitwise, steps: Any = STEPS) -> None:

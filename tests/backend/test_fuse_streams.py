@@ -32,7 +32,7 @@ Flat = Callable[[Tensor], Tensor]
 
 @pytest.fixture(scope="module", autouse=True)
 def attention() -> Iterator[None]:
-    """Register an op of another library that writes a cache, in place of attention."""
+    """Register an op of a foreign library that writes a cache, in place of attention."""
 
     def attend(y: Tensor, cache: Tensor) -> Tensor:
         cache.add_(y.float().sum(0))
@@ -69,7 +69,7 @@ class Model:
 
 
 def step(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return embeddings of a step, whose sizes above 1 are dynamic, and a cache."""
+    """Return embeddings of a step, dynamic in sizes above 1, and a cache."""
     embeds = torch.randn(rows, columns, D).bfloat16()
     for dim, size in enumerate((rows, columns)):
         if size > 1:
@@ -80,10 +80,10 @@ def step(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 def check_model(model: Model, call: Callable[..., Any], rows: int, columns: int) -> None:
     """Compare the results and the cache of `call` with those of the model."""
     embeds, cache = step(rows, columns)
-    own = cache.clone()
-    for got, want in zip(call(embeds, cache), model(embeds, own), strict=True):
+    expected_cache = cache.clone()
+    for got, want in zip(call(embeds, cache), model(embeds, expected_cache), strict=True):
         assert_bitwise(got, want, strides=True)
-    assert_bitwise(cache, own)
+    assert_bitwise(cache, expected_cache)
 
 
 def compare(body: Callable[..., tuple[Tensor, ...]], options: dict[str, Any] | None = None) -> Fused:
@@ -124,7 +124,7 @@ def test_one_graph_of_a_model_has_a_pre_a_boundary_between_sub_layers_and_a_head
     assert result.ops == {"mhc_pre": 1, "mhc_boundary": 3, "mhc_head": 1}
     boundary = ("fuse_streams", ("mhc_post", "mhc_pre"), "mhc_boundary", True)
     head = ("fuse_streams", ("mhc_post", "mhc_head"), "mhc_head", True)
-    assert [(each.by, each.ops, each.into, each.fused) for each in result.fusions] == [*[boundary] * 3, head]
+    assert [(fusion.by, fusion.ops, fusion.into, fusion.fused) for fusion in result.fusions] == [*[boundary] * 3, head]
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_recorded_streams_are_results_of_boundaries_and_only_the_last_keep_the_h
 def test_the_backend_fuses_a_model(sizes: list[tuple[int, int]]) -> None:
     model = Model(record=slice(0, 1))
     call = torch.compile(model.__call__, backend="dsv4", fullgraph=True, options=FORCED)
-    with torch.no_grad(), decisions.collect() as found, torch._dynamo.config.patch(error_on_recompile=True):
+    with torch.no_grad(), decisions.collect() as made_decisions, torch._dynamo.config.patch(error_on_recompile=True):
         for size in sizes:
             check_model(model, call, *size)
-    assert [each.fused for each in found.fusions] == [True] * 4
-    assert sorted(each.op for each in found) == ["mhc_boundary"] * 3 + ["mhc_head", "mhc_pre"]
+    assert [fusion.fused for fusion in made_decisions.fusions] == [True] * 4
+    assert sorted(decision.op for decision in made_decisions) == ["mhc_boundary"] * 3 + ["mhc_head", "mhc_pre"]
 
 
 def test_explain_shows_what_was_fused_and_why_not() -> None:
@@ -228,7 +228,7 @@ def test_of_two_calls_that_read_the_streams_one_is_fused_a_pre_before_a_head() -
 
     result = compare(drafts)
     assert result.ops == {"mhc_boundary": 1, "mhc_head": 1}
-    assert [each.fused for each in result.fusions] == [True]
+    assert [fusion.fused for fusion in result.fusions] == [True]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_streams_that_no_post_returns_are_no_candidate() -> None:
 
     result = compare(other)
     assert result.ops == {"mhc_pre": 2, "mhc_head": 1}
-    assert [each.ops for each in result.fusions] == [("mhc_post", "mhc_head")]
+    assert [fusion.ops for fusion in result.fusions] == [("mhc_post", "mhc_head")]
 
 
 def test_a_head_that_has_an_output_is_no_candidate() -> None:

@@ -160,8 +160,8 @@ def test_readers_of_the_caches_after_the_ops_do_not_prevent_fusion() -> None:
 
 def test_caches_that_are_parts_of_one_tensor_leave_the_compressor_unfused() -> None:
     layer = Layer()
-    whole = torch.randn(3, 64, D)
-    layer.caches = {"whole": whole, "state": layer.caches["state"]}
+    allocation = torch.randn(3, 64, D)
+    layer.caches = {"whole": allocation, "state": layer.caches["state"]}
     original = layer.run
     layer.run = (
         lambda caches, between: original(  # type: ignore[method-assign]
@@ -195,7 +195,7 @@ def test_scores_that_depend_on_the_norm_leave_the_compressor_unfused() -> None:
 
 
 def bfloat16_layer() -> Layer:
-    """Return a bfloat16 layer whose projections are float32."""
+    """Return a bfloat16 layer with float32 projections."""
     layer = Layer(torch.bfloat16)
     layer.caches = {name: t if name == "state" else t.bfloat16() for name, t in layer.caches.items()}
     layer.latent, layer.kv = layer.latent.float() * 1.01, layer.kv.float() * 1.01
@@ -364,14 +364,14 @@ def test_every_pass_has_an_option_and_its_source_keys_the_compile_cache(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tuple(pipeline.PASSES) == FUSE_PASSES
-    found = dict(sources())
+    paths = dict(sources())
     shared = ("choose", "fusion", "insert_halves", "nodes", "pipeline", "prequantized_gemm", "rewrite")
-    assert {f"/passes/{name}.py" for name in (*FUSE_PASSES, "preprocess_group", *shared)} <= set(found)
+    assert {f"/passes/{name}.py" for name in (*FUSE_PASSES, "preprocess_group", *shared)} <= set(paths)
     before = choose.source_digest.__wrapped__()
     for name in FUSE_PASSES:
         edited = tmp_path / f"{name}.py"
-        edited.write_bytes(found[f"/passes/{name}.py"].read_bytes() + b"# edited\n")
+        edited.write_bytes(paths[f"/passes/{name}.py"].read_bytes() + b"# edited\n")
         monkeypatch.setattr(
-            choose, "sources", lambda path=edited, key=f"/passes/{name}.py": {*({**found, key: path}.items())}
+            choose, "sources", lambda path=edited, key=f"/passes/{name}.py": {*({**paths, key: path}.items())}
         )
         assert choose.source_digest.__wrapped__() != before

@@ -14,7 +14,7 @@ from torch._inductor.lowering import lowerings
 
 @pytest.fixture
 def failing() -> Iterator[Any]:
-    """An op of another library whose lowering raises."""
+    """An op of a foreign library with a lowering that raises."""
 
     @torch.library.custom_op("dsv4_test_lent::fails", mutates_args=())
     def fails(x: Tensor, several: list[Tensor], text: str, factor: float = 2.0) -> Tensor:

@@ -138,12 +138,12 @@ def test_tables_of_concurrent_runs_are_both_kept_and_written_atomically(
     path.write_text(json.dumps({"measured": []}))
     measured._entries.cache_clear()
     assert measured.nearest("q_norm_rope", SM90, 1) is None
-    path.write_text(json.dumps({"measured": [TABLE[0]]}))  # by another run, after this one has read the file
+    path.write_text(json.dumps({"measured": [TABLE[0]]}))  # by a second run, after this one has read the file
     stamp = {"architecture": SM90, "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-02T03:04:05+00:00"}
     rows = [{"op": "inv_rope", "elements": 640, "impl": impl, "us": 4.0} for impl in measured.CANDIDATES]
     assert measured.update({"rows": rows, **stamp}) == 1
-    whole = path.read_text()
-    assert [row["op"] for row in json.loads(whole)["measured"]] == ["q_norm_rope", "inv_rope"]
+    table_text = path.read_text()
+    assert [row["op"] for row in json.loads(table_text)["measured"]] == ["q_norm_rope", "inv_rope"]
     write = Path.write_text
 
     def interrupted(path: Path, text: str, **how: str) -> int:
@@ -153,7 +153,7 @@ def test_tables_of_concurrent_runs_are_both_kept_and_written_atomically(
     monkeypatch.setattr(Path, "write_text", interrupted)
     with pytest.raises(KeyboardInterrupt):
         measured.update({"rows": rows, **stamp})
-    assert path.read_text() == whole
+    assert path.read_text() == table_text
     measured._entries.cache_clear()
 
 

@@ -18,7 +18,7 @@ ops: Any = torch.ops.dsv4
 
 @pytest.fixture
 def foreign() -> Iterator[Any]:
-    """Register an op of another library that writes its argument."""
+    """Register an op of a foreign library that writes its argument."""
 
     def halve(x: Tensor) -> None:
         x.mul_(0.5)
@@ -70,8 +70,8 @@ def test_the_offset_of_a_view_of_a_cache_is_computed_before_the_fused_op() -> No
 
     def run(window: Tensor, latent: Tensor) -> Tensor:
         qr, kv = ops.fused_q_kv_rmsnorm(latent, layer.kv, layer.q_weight, layer.kv_weight, EPS)
-        part = window[(qr.shape[0] + 1) // 3 :]
-        ops.kv_rope_insert(kv, part, layer.slots, layer.positions, layer.table, 64, "plain")
+        view = window[(qr.shape[0] + 1) // 3 :]
+        ops.kv_rope_insert(kv, view, layer.slots, layer.positions, layer.table, 64, "plain")
         return qr
 
     expected = torch.randn(4, 64, layer.kv.shape[1])

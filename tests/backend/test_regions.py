@@ -26,7 +26,7 @@ KINDS = ["sliding_attention", *["heavily_compressed_attention"] * 3]
 
 
 class Layer(_nn.Module):
-    """Writes rows of a cache of its own and adds a projection; every second layer is wider."""
+    """Writes rows of its private cache and adds a projection; every second layer is wider."""
 
     def __init__(self, wide: bool, share: Any = None) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Model(_nn.Module):
             self.layers[4] = Layer(False, self.layers[2])
 
     def forward(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return logits and what each layer returned."""
+        """Return logits and the result of each layer."""
         x, hidden = self.embed(ids), []
         for layer in self.layers:
             x = layer(x, torch.arange(ids.shape[0]) % ROWS)
@@ -177,7 +177,7 @@ def test_a_result_of_a_tuple_stays_with_its_op() -> None:
 
     def traced(layer: int, target: Any, *args: Any) -> torch.fx.Node:
         node = graph.call_function(target, args)
-        values = [each.meta["val"] if isinstance(each, torch.fx.Node) else each for each in args]
+        values = [value.meta["val"] if isinstance(value, torch.fx.Node) else value for value in args]
         node.meta = {"val": target(*values), "nn_module_stack": {"layer": (f"layers.{layer}", Layer)}}
         return node
 
@@ -186,10 +186,10 @@ def test_a_result_of_a_tuple_stays_with_its_op() -> None:
         sorted_ = traced(layer, aten.sort.default, first)
         first = traced(layer + 1, aten.neg.default, traced(layer + 1, operator.getitem, sorted_, 0))
     graph.output((first,))
-    found = split(torch.fx.GraphModule(nn.Module(), graph))
-    targets = [[node.target for node in region.outputs] for region in found]
+    regions = split(torch.fx.GraphModule(nn.Module(), graph))
+    targets = [[node.target for node in region.outputs] for region in regions]
     assert targets == [*[[operator.getitem]] * 3, [aten.neg.default]]
-    assert all(isinstance(node.meta["val"], Tensor) for region in found for node in region.outputs)
+    assert all(isinstance(node.meta["val"], Tensor) for region in regions for node in region.outputs)
 
 
 def test_a_graph_with_a_backward_is_compiled_whole(inner: Inner) -> None:
@@ -217,10 +217,10 @@ def test_values_are_dropped_after_their_last_use() -> None:
 
 
 def test_decisions_of_a_kind_count_for_all_its_layers() -> None:
-    with decisions.collect() as found, decisions.times(3):
+    with decisions.collect() as recorded, decisions.times(3):
         decisions.record(decisions.Decision("inv_rope", "eager", "a test"))
         decisions.record(decisions.Fusion("fuse_output", ("a", "b"), "c", True, "a test"))
-    assert (len(found), len(found.fusions)) == (3, 3)
+    assert (len(recorded), len(recorded.fusions)) == (3, 3)
 
 
 def test_hyper_connections_of_neighbouring_layers_stay_together(inner: Inner) -> None:
@@ -236,7 +236,7 @@ def test_hyper_connections_of_neighbouring_layers_stay_together(inner: Inner) ->
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, original(ids, use_cache=False).logits, atol=2e-4, rtol=0)
     names = [[str(node.target) for node in gm.graph.nodes] for gm in inner.graphs]
-    ends = [[name for name in found if name.startswith("dsv4.mhc_p") or "mhc_head" in name] for found in names]
+    ends = [[name for name in targets if name.startswith("dsv4.mhc_p") or "mhc_head" in name] for targets in names]
     assert ends == [
         ["dsv4.mhc_pre.default"],
         ["dsv4.mhc_post.default", "dsv4.mhc_pre.default"],

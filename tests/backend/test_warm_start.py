@@ -73,8 +73,8 @@ def test_a_second_process_loads_a_graph_in_regions_and_another_model_its_kinds(
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     runs = [torch_alone.run("tests.backend.program", str(ROOT), REGIONS, n, **cache) for n in ("5", "5", "4")]
     assert [run.returncode for run in runs] == [0, 0, 0], runs[-1].stderr
-    whole, kinds = zip(*(map(int, run.stdout.split()) for run in runs), strict=True)
-    assert whole == (0, 1, 0)
+    loaded, kinds = zip(*(map(int, run.stdout.split()) for run in runs), strict=True)
+    assert loaded == (0, 1, 0)
     assert kinds[0] == kinds[1] == 0 < kinds[2]
 
 

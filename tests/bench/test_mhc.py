@@ -1,5 +1,4 @@
-"""Scenario `mhc`: costs are the bytes of its arguments, transformers' code agrees, and its gate finds a wrong
-result."""
+"""Scenario `mhc`: costs are bytes of arguments, transformers' code agrees, and its gate finds a wrong result."""
 
 from __future__ import annotations
 

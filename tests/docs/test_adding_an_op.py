@@ -50,7 +50,7 @@ def test_op_of_the_page_passes_the_tests_of_the_page(tmp_path: Path) -> None:
     for path, text in FILES.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    # A process of its own: an op that is defined stays defined, and other tests look at all ops.
+    # A separate process: an op that is defined stays defined, and other tests look at all ops.
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *FILES],
         cwd=tmp_path,
@@ -67,8 +67,8 @@ def test_op_of_the_page_passes_the_tests_of_the_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", FILES)
 def test_example_keeps_the_style_of_the_house(path: str) -> None:
     command = [sys.executable, "-m", "ruff", "check", "--stdin-filename", path, "-"]
-    found = subprocess.run(command, cwd=ROOT, input=FILES[path], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout
+    checked = subprocess.run(command, cwd=ROOT, input=FILES[path], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
     command = [sys.executable, "-m", "ruff", "format", "--check", "--stdin-filename", path, "-"]
-    found = subprocess.run(command, cwd=ROOT, input=FILES[path], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
+    checked = subprocess.run(command, cwd=ROOT, input=FILES[path], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr

@@ -30,10 +30,10 @@ def resolve(name: str) -> Any:
     """Return what `name` stands for: an op, or an attribute below dsv4_compile. LookupError if there is none."""
     if name.startswith("torch.ops."):
         return getattr(getattr(torch.ops, name.split(".")[2]), name.split(".")[3])
-    found: Any = importlib.import_module("dsv4_compile")
-    for part in name.split("."):
-        found = _member(found, part)
-    return found
+    value: Any = importlib.import_module("dsv4_compile")
+    for attribute in name.split("."):
+        value = _member(value, attribute)
+    return value
 
 
 def _member(owner: Any, name: str) -> Any:
@@ -44,7 +44,7 @@ def _member(owner: Any, name: str) -> Any:
             return importlib.import_module(f"{owner.__name__}.{name}")
         except ModuleNotFoundError:
             raise LookupError(f"{owner.__name__} has no {name}") from None
-    # Fields of a dataclass, and what a class assigns to its instances.
+    # Fields of a dataclass, and attributes that a class assigns to its instances.
     for base in inspect.getmro(owner):
         if name in getattr(base, "__annotations__", {}):
             return base.__annotations__[name]

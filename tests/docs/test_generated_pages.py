@@ -1,4 +1,4 @@
-"""Generated pages are what `make docs` would write now, and list everything that they are about."""
+"""Generated pages equal the output of `make docs`, and are complete."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_variants_are_kernel_files_that_their_launcher_reaches() -> None:
 
 
 def test_every_file_of_a_kernel_for_one_gpu_is_a_variant() -> None:
-    listed = {path for found in docs.VARIANTS.values() for path, _ in found}
+    listed = {path for variants in docs.VARIANTS.values() for path, _ in variants}
     files = (path for name in docs.FAMILIES for path in (docs.ROOT / "kernels" / name).glob("*_sm90*.py"))
     kernels = [path for path in files if re.search(r"^def \w+_kernel\(", path.read_text(), re.MULTILINE)]
     assert len(kernels) >= 9
@@ -147,7 +147,7 @@ def test_architecture_lists_the_fusion_passes_in_order() -> None:
 
 def test_every_source_file_that_a_page_names_exists() -> None:
     folders = ("dsv4_compile", "lowering", "kernels", "examples", "tests")
-    files = [f"/{path.relative_to(docs.ROOT)}" for each in folders for path in (docs.ROOT / each).rglob("*.py")]
+    files = [f"/{path.relative_to(docs.ROOT)}" for folder in folders for path in (docs.ROOT / folder).rglob("*.py")]
     example = "clamped_swiglu.py"  # the op that docs/adding-an-op.md adds
     for page in [docs.ROOT / "CONTRIBUTING.md", *docs.pages()]:
         text = re.sub(r"(?s)```python\n.*?```", "", page.read_text())

@@ -144,13 +144,13 @@ def views(kind: CacheKind, pages: int, block_bytes: int, memory: Tensor, first: 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.group}-{kind.name}")
 def test_pages_are_those_of_this_package_in_the_same_memory(kind: CacheKind) -> None:
     memory = torch.zeros(3 * BLOCK_BYTES, dtype=torch.uint8)
-    given = views(kind, 3, BLOCK_BYTES, memory, first=576)
-    pages = from_dlpack(kind.pages_of(given))
+    engine_view = views(kind, 3, BLOCK_BYTES, memory, first=576)
+    pages = from_dlpack(kind.pages_of(engine_view))
     formats = CacheFormat.resolve("fp8_ds_mla")
     layer = {"window": SWA_LAYER, "c128": HCA_LAYER, "c128_state": HCA_LAYER}.get(kind.group, CSA_LAYER)
-    own = allocate_layer_cache(FLASH, layer, formats, lambda group: 3).tensors()[kind.name]
-    assert (pages.shape, pages.dtype) == (own.shape, own.dtype)
-    assert pages.data_ptr() == given.data_ptr() and pages.storage_offset() == 0
+    cache = allocate_layer_cache(FLASH, layer, formats, lambda group: 3).tensors()[kind.name]
+    assert (pages.shape, pages.dtype) == (cache.shape, cache.dtype)
+    assert pages.data_ptr() == engine_view.data_ptr() and pages.storage_offset() == 0
     assert pages.stride(0) * pages.element_size() == BLOCK_BYTES
 
 
@@ -175,7 +175,7 @@ def test_pages_of_another_shape_or_dtype_are_an_error() -> None:
 
 @pytest.fixture(scope="module")
 def far_pages(tmp_path_factory: Any) -> Iterator[Tensor]:
-    """Window pages of V4-Flash in blocks of vLLM, 2,200 of them: a sparse file, of which two pages become memory."""
+    """Window pages of V4-Flash in blocks of vLLM, 2,200 of them: a sparse file; only two pages become memory."""
     window = KINDS[0]
     file = tmp_path_factory.mktemp("far") / "pages"
     with file.open("wb") as opened:

@@ -1,4 +1,4 @@
-"""Comparison of two runs of vLLM whose greedy tokens a near tie may divide: what it counts and what it refuses."""
+"""Comparison of two runs of vLLM with greedy tokens that a near tie may divide: its counts and its errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def save(folder: Path, served: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "rows"),
     [
-        (([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [1, 2, 3]), 8),  # 4 and 6 were fed, of which 2 are the same
+        (([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [1, 2, 3]), 8),  # 4 and 6 were fed, 2 of them the same
         (([1, 2, 3], [1, 2, 3]), ([1, 2, 9], [1, 2, 9]), 8),  # the last tokens were never fed
         (([1, 2, 3], [1, 2, 3]), ([1, 9, 3], [1, 2, 3]), 7),
         (([1, 2, 3], [1, 2, 3]), ([9, 2, 3], [8, 2, 3]), 4),  # rows of prompts remain

@@ -21,7 +21,7 @@ from dsv4_compile.reference.common.quant import dequantize_mxfp4, quantize_mxfp4
 HIDDEN, WIDTH, EXPERTS, TOP_K, VOCAB, STREAMS = 256, 256, 6, 2, 16, 2
 HASHED, BIASED = 0, 1
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-LEFT_OUT = {"ignored_layers": [f"model.layers.{i}.ffn.{part}experts" for i in (0, 1) for part in ("", "shared_")]}
+LEFT_OUT = {"ignored_layers": [f"model.layers.{i}.ffn.{prefix}experts" for i in (0, 1) for prefix in ("", "shared_")]}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "fp4": {"quantization_config": FP8},
@@ -59,22 +59,22 @@ class Checkpoint:
         self.tensors: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
         mixes = (STREAMS + 2) * STREAMS
-        for part in ("attn", "ffn"):
+        for block in ("attn", "ffn"):
             shapes = {"fn": (mixes, STREAMS * HIDDEN), "base": (mixes,), "scale": (3,)}
             for name, shape in shapes.items():
-                self.put(f"hc_{part}_{name}", torch.randn(shape, generator=self.random))
-            self.put(f"{part}_norm.weight", torch.randn(HIDDEN, generator=self.random).bfloat16())
+                self.put(f"hc_{block}_{name}", torch.randn(shape, generator=self.random))
+            self.put(f"{block}_norm.weight", torch.randn(HIDDEN, generator=self.random).bfloat16())
         self.put("ffn.gate.weight", torch.randn(EXPERTS, HIDDEN, generator=self.random).bfloat16() * 0.1)
         if index == HASHED:
             self.put("ffn.gate.tid2eid", torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(VOCAB)]))
         else:
             self.put("ffn.gate.e_score_correction_bias", torch.randn(EXPERTS, generator=self.random))
         for expert in range(EXPERTS):
-            for part, shape in (("w1", (WIDTH, HIDDEN)), ("w3", (WIDTH, HIDDEN)), ("w2", (HIDDEN, WIDTH))):
-                self.matrix(f"ffn.experts.{expert}.{part}", {"fp4": "mxfp4", "fp8": "e4m3"}.get(kind, ""), *shape)
+            for block, shape in (("w1", (WIDTH, HIDDEN)), ("w3", (WIDTH, HIDDEN)), ("w2", (HIDDEN, WIDTH))):
+                self.matrix(f"ffn.experts.{expert}.{block}", {"fp4": "mxfp4", "fp8": "e4m3"}.get(kind, ""), *shape)
         shared = "e4m3" if kind in ("fp4", "fp8") else ""
-        for part, shape in (("w1", (WIDTH, HIDDEN)), ("w3", (WIDTH, HIDDEN)), ("down_proj", (HIDDEN, WIDTH))):
-            self.matrix(f"ffn.shared_experts.{part}", shared, *shape)
+        for block, shape in (("w1", (WIDTH, HIDDEN)), ("w3", (WIDTH, HIDDEN)), ("down_proj", (HIDDEN, WIDTH))):
+            self.matrix(f"ffn.shared_experts.{block}", shared, *shape)
 
     def put(self, name: str, tensor: Tensor) -> None:
         self.tensors[f"layers.{self.index}.{name}"] = tensor
@@ -100,29 +100,29 @@ class Checkpoint:
     def expert(self, name: str, x: Tensor) -> Tensor:
         """Return what one expert makes of float32 x."""
         down = "down_proj" if name == "shared_experts" else "w2"
-        w1, w3, w2 = (self.values[f"ffn.{name}.{part}"] for part in ("w1", "w3", down))
+        w1, w3, w2 = (self.values[f"ffn.{name}.{weight}"] for weight in ("w1", "w3", down))
         return (torch.nn.functional.silu((x @ w1.T).clamp(max=10)) * (x @ w3.T).clamp(-10, 10)) @ w2.T
 
     def experts(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Return what router and experts make of x, token by token and expert by expert, in float32."""
-        own = {name.removeprefix(f"layers.{self.index}.ffn.gate."): t for name, t in self.tensors.items()}
+        """Return the result of router and experts for x, token by token and expert by expert, in float32."""
+        router = {name.removeprefix(f"layers.{self.index}.ffn.gate."): t for name, t in self.tensors.items()}
         x = x.float()
-        scores = torch.nn.functional.softplus(x @ own["weight"].float().T).sqrt()
+        scores = torch.nn.functional.softplus(x @ router["weight"].float().T).sqrt()
         if self.index == HASHED:
-            chosen = own["tid2eid"][tokens]
+            chosen = router["tid2eid"][tokens]
         else:
-            chosen = (scores + own["e_score_correction_bias"]).topk(TOP_K, 1).indices
+            chosen = (scores + router["e_score_correction_bias"]).topk(TOP_K, 1).indices
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(1, keepdim=True) * 1.5
         out = self.expert("shared_experts", x)
         for row, experts in enumerate(chosen.tolist()):
-            for place, expert in enumerate(experts):
-                out[row] += weights[row, place] * self.expert(f"experts.{expert}", x[row : row + 1])[0]
+            for rank, expert in enumerate(experts):
+                out[row] += weights[row, rank] * self.expert(f"experts.{expert}", x[row : row + 1])[0]
         return out
 
 
 def loaded(checkpoint: Checkpoint, interleaved: bool = False, **of_rank: Any) -> LayerParts:
-    """Return the layer of a checkpoint, whose tensors came in two pieces and in another order."""
+    """Return the layer of a checkpoint, loaded in two pieces and in a different order."""
     parts = LayerParts(hf_config(**CHECKPOINTS[checkpoint.kind]), checkpoint.index, torch.bfloat16, **of_rank)
     parts.ffn.interleaved |= interleaved
     load(parts, checkpoint)
@@ -162,10 +162,10 @@ def test_experts_of_all_ranks_add_up_to_those_of_one(kind: str, whole: bool) -> 
 def test_connections_have_the_tensors_of_the_checkpoint() -> None:
     checkpoint = Checkpoint("bfloat16", BIASED)
     parts = loaded(checkpoint)
-    for part, connection in (("attn", parts.hc_attn), ("ffn", parts.hc_ffn)):
-        own = {name: checkpoint.tensors[f"layers.1.hc_{part}_{name}"] for name in ("fn", "base", "scale")}
-        own["norm"] = checkpoint.tensors[f"layers.1.{part}_norm.weight"]
-        assert all(torch.equal(getattr(connection, name), tensor) for name, tensor in own.items())
+    for block, connection in (("attn", parts.hc_attn), ("ffn", parts.hc_ffn)):
+        tensors = {name: checkpoint.tensors[f"layers.1.hc_{block}_{name}"] for name in ("fn", "base", "scale")}
+        tensors["norm"] = checkpoint.tensors[f"layers.1.{block}_norm.weight"]
+        assert all(torch.equal(getattr(connection, name), tensor) for name, tensor in tensors.items())
 
 
 def test_connection_gives_a_sub_layer_what_was_pending() -> None:
@@ -296,7 +296,7 @@ def test_supported_model_has_none(kind: str) -> None:
 
 def test_switch_chooses_what_is_replaced() -> None:
     settings = [registration.Settings.from_environment({registration.SWITCH: value}) for value in ("0", "1", "all")]
-    assert [(each.on, each.whole) for each in settings] == [(False, False), (True, False), (True, True)]
+    assert [(setting.on, setting.whole) for setting in settings] == [(False, False), (True, False), (True, True)]
 
 
 def test_version_without_a_layer_to_replace_is_an_error_for_whole_layers_alone() -> None:

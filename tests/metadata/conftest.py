@@ -73,7 +73,7 @@ def _flatten(metadata: object, prefix: str = "") -> dict[str, Tensor]:
     return tensors
 
 
-INT64 = {"positions", *(f"{part}slot_mapping" for part in ("window.", "c4.", "c4.state_", "c128.", "c128.state_"))}
+INT64 = {"positions", *(f"{prefix}slot_mapping" for prefix in ("window.", "c4.", "c4.state_", "c128.", "c128.state_"))}
 INT64 |= {"c4.indexer_slot_mapping", "c4.indexer_state_slot_mapping"}
 
 TABLES = {

@@ -17,14 +17,14 @@ from dsv4_compile.testing import assert_bitwise
 
 
 def tables(requests: int = 3) -> BlockTables:
-    """Return tables of random pages, some of which do not exist."""
+    """Return tables of random pages; some do not exist."""
     columns = {"window": 5, "c4": 3, "c4_state": 40, "indexer": 3, "indexer_state": 41, "c128": 3, "c128_state": 30}
     return BlockTables(**{k: torch.randint(-1, 9, (requests, n), dtype=torch.int32) for k, n in columns.items()})
 
 
 def leaves(value: Any) -> list[Tensor]:
     if is_dataclass(value):
-        return [leaf for each in fields(value) for leaf in leaves(getattr(value, each.name))]
+        return [leaf for field in fields(value) for leaf in leaves(getattr(value, field.name))]
     return [] if value is None else [value]
 
 
@@ -42,7 +42,7 @@ def arguments(tokens: int, ratios: tuple[int, ...]) -> dict[str, Any]:
 
 @pytest.fixture(params=["torch", "C++"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """By which kernels the op runs."""
+    """Return the name of the kernels that run the op."""
     monkeypatch.setattr(native, "_state", {} if request.param == "C++" else {"loaded": None})
     native.build()
     assert native.takes() == (request.param == "C++")
@@ -80,6 +80,10 @@ def test_a_graph_on_a_cpu_builds_metadata_with_one_call_and_others_by_its_parts(
 
 
 def test_the_op_keeps_its_promises(kernels: str) -> None:
-    given = tables()
-    call = torch.tensor([3, -1, 127]), torch.tensor([0, 0, 2]), [given.window, given.c4, given.c128]
+    block_tables = tables()
+    call = (
+        torch.tensor([3, -1, 127]),
+        torch.tensor([0, 0, 2]),
+        [block_tables.window, block_tables.c4, block_tables.c128],
+    )
     torch.library.opcheck(torch.ops.dsv4_metadata.build.default, (*call, [1, 4, 128], [64, 64, 2], 16, 128))

@@ -149,8 +149,8 @@ def test_1000_steps_of_advance_and_load_equal_fresh_builds(seed: int) -> None:
             buffers.load(starts, lens, input_ids=[1] * starts[-1], reserved=reserved)
         else:
             drafts = rng.choice((None, ones))
-            kept = torch.tensor([rng.randint(0, 4) for _ in range(REQUESTS)])
-            buffers.advance(kept, ones, drafts, query_len=1 if drafts is None else 3)
+            accepted = torch.tensor([rng.randint(0, 4) for _ in range(REQUESTS)])
+            buffers.advance(accepted, ones, drafts, query_len=1 if drafts is None else 3)
         poison(buffers)
         buffers.refresh(rows)
         assert_fresh(buffers, rows)
@@ -195,9 +195,9 @@ def test_engine_block_tables_are_used_in_place() -> None:
     tables = random_tables(random.Random(0), buffers, REQUESTS + 2)
     adopted = made(block_tables=tables)
     for field in fields(BlockTables):
-        own, theirs = getattr(adopted.block_tables, field.name), getattr(tables, field.name)
-        assert own.data_ptr() == theirs.data_ptr()
-        assert own.shape == (REQUESTS, theirs.shape[1])
+        ours, theirs = getattr(adopted.block_tables, field.name), getattr(tables, field.name)
+        assert ours.data_ptr() == theirs.data_ptr()
+        assert ours.shape == (REQUESTS, theirs.shape[1])
     adopted.load([0, 300], [300], block_tables=tables)
     adopted.refresh(300)
     assert_fresh(adopted, 300)
@@ -265,14 +265,14 @@ def test_block_table_of_wrong_size_raises() -> None:
     buffers = made()
     tables = random_tables(random.Random(0), buffers)
     for group in buffers.groups:
-        whole = {g: getattr(tables, g) for g in buffers.groups}
-        short = BlockTables(**whole | {group: whole[group][:, :1]})
+        full = {g: getattr(tables, g) for g in buffers.groups}
+        short = BlockTables(**full | {group: full[group][:, :1]})
         with pytest.raises(GraphError, match=f"(?s)E403.*{group} block table"):
             buffers.load([0, 1], [600], block_tables=short)
         assert not buffers.tensors["seq_lens"].any()
         with pytest.raises(GraphError, match="E403"):
             made(block_tables=short)
-        wide = BlockTables(**whole | {group: whole[group].repeat(1, 2)})
+        wide = BlockTables(**full | {group: full[group].repeat(1, 2)})
         with pytest.raises(GraphError, match=r"(?s)E403.*columns up to max_model_len"):
             buffers.load([0, 1], [600], block_tables=wide)
     with pytest.raises(InputError, match=r"(?s)E201.*block_tables\.c4=None"):

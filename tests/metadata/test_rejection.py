@@ -60,13 +60,13 @@ class Model:
         torch.ops.dsv4.kv_rope_insert(
             x["kv"], cache.window, md.window.slot_mapping, md.positions, COS_SIN, layout.WINDOW_BLOCK, PLAIN
         )
-        own = md.c4 if ratio == 4 else md.c128
+        group = md.c4 if ratio == 4 else md.c128
         block = layout.storage_block_size(ratio)
-        slots = (own.state_slot_mapping, own.state_block_table, own.slot_mapping)
+        slots = (group.state_slot_mapping, group.state_block_table, group.slot_mapping)
         self.compress(f"c{ratio}", x[f"c{ratio}"], md, cache.state, slots, cache.extra, ratio)
-        indices, lens = own.indices, own.lens
+        indices, lens = group.indices, group.lens
         if ratio == 4:
-            indices, lens = self.select(x, md, own, cache)
+            indices, lens = self.select(x, md, group, cache)
         out, _ = torch.ops.dsv4.sparse_mla_decode(
             q, cache.window, md.window.indices, md.window.lens, layout.WINDOW_BLOCK, PLAIN, 0.2, None,
             cache.extra, indices, lens, block,
@@ -157,17 +157,17 @@ class Run:
             if not lens.any():
                 break
             out, md = self.step(REQUESTS * (DRAFTS + 1))
-            place = md.positions[: REQUESTS * query].view(REQUESTS, query)
-            chosen = self.truth[torch.arange(REQUESTS)[:, None], place + 1]
+            positions = md.positions[: REQUESTS * query].view(REQUESTS, query)
+            chosen = self.truth[torch.arange(REQUESTS)[:, None], positions + 1]
             fed = tensors["input_ids"][: REQUESTS * query].view(REQUESTS, query)
             right = (fed[:, 1:] == chosen[:, :-1]).int().cumprod(1).sum(1)
             num_new = 1 + right
             for r in range(REQUESTS):
                 for j in range(int(num_new[r]) if lens[r] else 0):
-                    self.outputs[r, int(place[r, j])] = out[r * query + j]
+                    self.outputs[r, int(positions[r, j])] = out[r * query + j]
                 self.rejected += query - int(num_new[r]) if lens[r] else 0
-            kept = (lens - query + num_new).clamp_min(0).long()
-            drafts = self.drafts(kept) if self.query_len > 1 else None
+            accepted = (lens - query + num_new).clamp_min(0).long()
+            drafts = self.drafts(accepted) if self.query_len > 1 else None
             self.buffers.advance(num_new, chosen, drafts, query_len=self.query_len)
             query = self.query_len
         return tensors["overflow"].clone()
@@ -191,10 +191,10 @@ def close(x: Tensor, y: Tensor) -> bool:
 def test_rejected_drafts_change_no_output_and_no_cache() -> None:
     plain, speculative, ends = runs(max_step_tokens=1 + DRAFTS)
     assert speculative.rejected > 40
-    kept = {(r, position) for r in range(REQUESTS) for position in range(PROMPTS[r] - 1, int(ends[r]))}
-    assert set(speculative.outputs) == kept
-    for place in sorted(kept):
-        assert close(speculative.outputs[place], plain.outputs[place]), f"request, position {place}"
+    reached = {(r, position) for r in range(REQUESTS) for position in range(PROMPTS[r] - 1, int(ends[r]))}
+    assert set(speculative.outputs) == reached
+    for key in sorted(reached):
+        assert close(speculative.outputs[key], plain.outputs[key]), f"request, position {key}"
     for ratio, group, name in ((4, "c4", "extra"), (4, "indexer", "indexer"), (128, "c128", "extra")):
         ours, theirs = (getattr(run.caches.layers[ratio != 4], name) for run in (speculative, plain))
         table, block = getattr(plain.caches.block_tables, group), layout.storage_block_size(ratio)

@@ -10,7 +10,7 @@ from dsv4_compile.metadata import AttentionMetadata, BlockTables, CompressedMeta
 
 
 def filled(cls: type, **given: object) -> object:
-    """Return an instance whose tensors are all different."""
+    """Return an instance with different tensors in all fields."""
     return cls(**{f.name: torch.tensor([i]) for i, f in enumerate(fields(cls))} | given)
 
 

@@ -2,7 +2,7 @@
 
 python -m tests.modules.launches
 
-It runs in a process of its own, because Inductor generates Triton for CPU tensors here, the kernels' launchers replace
+It runs in a separate process, because Inductor generates Triton for CPU tensors here, the kernels' launchers replace
 the references, and launches are recorded instead of run.
 """
 

@@ -55,14 +55,14 @@ def test_padding_rows_are_zero_and_write_no_cache(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["float32", "fp8-cache-and-weights"])
 def test_a_token_beyond_the_rope_table_gives_nan_and_leaves_other_requests_alone(kind: str, form: str) -> None:
-    """An error would take a synchronisation, and the rotation of another position would look right."""
+    """An error would take a synchronisation, and the rotation of a different position would look right."""
     config, kwargs = CASES[form]
     layer = random_layer(config, kind, **kwargs | {"max_seq_len": 40})
     engine, alone = Engine(layer, 2, 256), Engine(layer, 2, 256)
     long, short = torch.randn(51, config.hidden_size).to(layer.q_norm.weight.dtype).split((42, 9))
     first, second = engine.step([long, short])
     assert first[:40].isfinite().all() and first[40:].isnan().any(dim=1).all()
-    # On a CPU the order of sums in attention depends on what else is in the step.
+    # On a CPU the order of sums in attention depends on the other requests of the step.
     torch.testing.assert_close(second, alone.step([long[:0], short])[1], rtol=1e-4, atol=1e-6)
 
 

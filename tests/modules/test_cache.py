@@ -186,10 +186,10 @@ def test_models_without_a_layer_kind_have_no_tables_for_it() -> None:
 
 
 def test_nbytes_is_the_sum_of_the_layers_and_shrinks_with_the_step() -> None:
-    whole, stepped = paged(2, 2048), paged(2, 2048, 64)
-    assert whole.nbytes == sum(t.untyped_storage().nbytes() for layer in whole.layers for t in layer.tensors().values())
-    assert stepped.nbytes < whole.nbytes / 2
-    assert stepped.layers[1].extra.shape == whole.layers[1].extra.shape
+    full, stepped = paged(2, 2048), paged(2, 2048, 64)
+    assert full.nbytes == sum(t.untyped_storage().nbytes() for layer in full.layers for t in layer.tensors().values())
+    assert stepped.nbytes < full.nbytes / 2
+    assert stepped.layers[1].extra.shape == full.layers[1].extra.shape
 
 
 @pytest.mark.parametrize("sizes", [(0, 256, None), (1, 0, None), (1, 256, 0), (1, 256, -1), (-2, 256, None)])

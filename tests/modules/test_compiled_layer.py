@@ -56,7 +56,7 @@ def random_layer(config: DeepseekV4Config, kind: str, **kwargs: Any) -> Deepseek
     return layer
 
 
-# Every kind in float32, and in the cache and weight formats that give it another graph.
+# Every kind in float32, and in the cache and weight formats that give it a different graph.
 COMPILED = [
     *(("float32", kind) for kind in KINDS),
     *(("fp8_ds_mla", "csa"), ("fp8_ds_mla", "hca"), ("fp8_ds_mla-mxfp4-hadamard", "csa")),

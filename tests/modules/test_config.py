@@ -172,8 +172,8 @@ def test_frequencies_of_nested_parameters_equal_transformers(what: str, outside:
 @pytest.mark.parametrize("missing", ["rope_theta", "original_max_position_embeddings", "partial_rotary_factor"])
 def test_what_nested_parameters_lack_is_completed_as_transformers_does(missing: str) -> None:
     raw = {**FLASH, **nested(), "partial_rotary_factor": 0.125}
-    for each in raw["rope_parameters"].values():
-        each.pop(missing, None)
+    for parameters in raw["rope_parameters"].values():
+        parameters.pop(missing, None)
     ratios = raw["compress_ratios"][: raw["num_hidden_layers"]]
     rotary = DeepseekV4RotaryEmbedding(HFConfig(**copy.deepcopy({**raw, "compress_ratios": ratios})))
     frequencies = inv_freq(DeepseekV4Config.from_hf(raw).rope(4))

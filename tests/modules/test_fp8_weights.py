@@ -16,7 +16,7 @@ from dsv4_compile.testing import hf_layer
 from tests.modules.engine import KINDS, Engine, our_layer
 
 # q_lora_rank and hidden_size end in partial blocks. Every compressed entry is selected, because a rounded score that
-# selects another entry gives a correct result far away from the floating one.
+# selects a different entry gives a correct result far away from the floating one.
 DIMS = {**hf_layer.SMALL, "hidden_size": 200, "q_lora_rank": 160, "index_topk": 64}
 STEPS = [150, 1, 3, 46]
 ROUNDING = 6e-4

@@ -16,13 +16,13 @@ WEIGHT_POSITION = {"grouped_linear": 1, "fp8_linear": 1, "fp8_grouped_einsum": 2
 
 def prefetching_gemms(graph: GraphModule) -> list[str]:
     """Return the GEMMs in `graph` that prefetch their weight, after a check that it is an input of the graph."""
-    found = []
+    gemms = []
     for node in graph.graph.nodes:
         name = getattr(node.target, "_opname", "")
         if name in WEIGHT_POSITION:
             assert node.args[WEIGHT_POSITION[name]].op in ("placeholder", "get_attr"), f"{name} of a computed weight"
-            found.append(name)
-    return found
+            gemms.append(name)
+    return gemms
 
 
 def test_a_weight_that_is_cast_at_each_call_is_not_prefetched() -> None:

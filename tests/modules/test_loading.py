@@ -34,7 +34,7 @@ Tensors = dict[str, Tensor]
 
 
 def new_layer(kind: str = "csa", *, fp8: bool = False, dtype: torch.dtype = torch.bfloat16) -> DeepseekV4Attention:
-    """Make a layer whose parameters all hold the byte 0x3c, a value that no test writes."""
+    """Make a layer with the byte 0x3c in all parameters, a value that no test writes."""
     layer = DeepseekV4Attention(SMALL, KINDS[kind], fp8=fp8, dtype=dtype, max_seq_len=256)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -221,7 +221,7 @@ def test_layers_of_a_kind_share_one_rope_table_that_is_never_cast() -> None:
 
 
 class TestSafetensors:
-    """Loading from safetensors files, of which only the needed tensors are read."""
+    """Loading from safetensors files: only the needed tensors are read."""
 
     @staticmethod
     def assert_loads(path: Path, tensors: Tensors) -> None:

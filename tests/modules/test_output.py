@@ -1,4 +1,4 @@
-"""Tests of the output projection: which path a layer takes, and what each path computes."""
+"""Tests of the output projection: which path a layer takes, and the results of each path."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ FLOATING, QUANTISED = Linear(8, 128, dtype=torch.bfloat16), Fp8Linear(256, 512)
 )
 def test_auto_chooses_by_weights_and_device(architecture: str, quantised: bool, path: str) -> None:
     with decisions.collect() as collected:
-        found = choose_path("auto", QUANTISED if quantised else FLOATING, architecture)
-    assert found.impl == path and collected == [found]
-    assert architecture in found.reason or not quantised
+        decision = choose_path("auto", QUANTISED if quantised else FLOATING, architecture)
+    assert decision.impl == path and collected == [decision]
+    assert architecture in decision.reason or not quantised
 
 
 def test_a_requested_path_is_taken_or_raises() -> None:
@@ -137,7 +137,7 @@ def test_a_layer_takes_the_requested_path(path: str) -> None:
                 scale.data.fill_(0.25)
     assert (auto.layer.output_path.impl, other.layer.output_path.impl) == ("fp8", path)
     hidden = torch.randn(12, CONFIG.hidden_size).bfloat16()
-    ours, theirs = (each.step([1, 1, 2, 2, 3, 3], hidden) for each in (other, auto))
+    ours, theirs = (engine.step([1, 1, 2, 2, 3, 3], hidden) for engine in (other, auto))
     assert torch.nn.functional.cosine_similarity(ours.float(), theirs.float(), dim=-1).min() > 0.99
     compiled = torch.compile(other.layer, backend="aot_eager", fullgraph=True, dynamic=True)
     again = Serving(other.layer, compiled)

@@ -33,8 +33,8 @@ def test_a_layer_with_a_side_stream_equals_one_without(
     without, with_it = (Serving(layer_of("csa", aux_stream=aux, **options)) for aux in (False, True))
     for layer in (without.layer, with_it.layer):
         # A side stream divides the GEMMs otherwise, and larger ones need not have their bits: one for each projection.
-        layer.hidden_stacks = torch.nn.ModuleList(Stack((each,)) for each in layer._hidden_projections())
-        layer.latent_stacks = torch.nn.ModuleList(Stack((each,)) for each in layer._latent_projections())
+        layer.hidden_stacks = torch.nn.ModuleList(Stack((projection,)) for projection in layer._hidden_projections())
+        layer.latent_stacks = torch.nn.ModuleList(Stack((projection,)) for projection in layer._latent_projections())
         # Head weights are rounded by the GEMM or by an op: they are elements of hidden, exact in both.
         torch.nn.init.eye_(layer.indexer.weights_proj.weight)
     for _ in range(3):
@@ -86,8 +86,8 @@ def test_compiled_code_selects_before_q_and_joins_before_attention(seed: int) ->
     waited = re.search(r"dsv4_stream\.join\.default\((\w+), \[(.*)\]", code[-1])
     assert waited is not None
     between = code[-1][code[-1].index("dsv4_stream.select.default(") : waited.start()]
-    for kept in re.findall(r"buf\d+", waited[2]):
-        assert not re.search(rf"(del|= ){kept}\b", between)
+    for buffer in re.findall(r"buf\d+", waited[2]):
+        assert not re.search(rf"(del|= ){buffer}\b", between)
     assert re.search(rf"mm\(.*out={waited[1]}\)", between)
 
 
@@ -99,16 +99,16 @@ def test_no_two_streams_share_a_side_stream_and_the_pool_may_run_out() -> None:
         mock.patch.object(torch.cuda, "Stream", lambda device: next(pool)),
         mock.patch.object(torch.cuda, "current_stream", lambda device: current[-1]),
     ):
-        found: dict[int, int] = {}
+        side_of: dict[int, int] = {}
         for stream in range(100, 140):
             current.append(SimpleNamespace(cuda_stream=stream))
-            found[stream] = side_stream.side_stream(torch.device("cuda", 0)).cuda_stream
-            assert side_stream.side_stream(torch.device("cuda", 0)).cuda_stream == found[stream]
+            side_of[stream] = side_stream.side_stream(torch.device("cuda", 0)).cuda_stream
+            assert side_stream.side_stream(torch.device("cuda", 0)).cuda_stream == side_of[stream]
         current.append(SimpleNamespace(cuda_stream=5))
         assert side_stream.side_stream(torch.device("cuda", 1)).cuda_stream != 5
     side_stream._unused_stream.cache_clear()
-    assert len(set(found.values())) == 40
-    assert [stream for stream, side in found.items() if side == stream] == list(range(100 + side_stream.POOL, 140))
+    assert len(set(side_of.values())) == 40
+    assert [stream for stream, side in side_of.items() if side == stream] == list(range(100 + side_stream.POOL, 140))
 
 
 @pytest.mark.parametrize("kind", ["swa", "hca"])

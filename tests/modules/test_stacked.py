@@ -35,12 +35,12 @@ def bytes_of(module: nn.Module) -> tuple[int, int]:
 
 
 def expected(stack: Stack, x: Tensor) -> list[Tensor]:
-    """Return each projection from a GEMM of its own."""
+    """Return each projection from a separate GEMM."""
     results = []
     for projection in stack.projections:
-        parts = [x.float() @ part.weight.float().T for part in projection.parts]
-        whole = torch.cat(parts, dim=-1)
-        results.append(whole if projection.float32 else whole.to(x.dtype))
+        parts = [x.float() @ linear.weight.float().T for linear in projection.parts]
+        result = torch.cat(parts, dim=-1)
+        results.append(result if projection.float32 else result.to(x.dtype))
     return results
 
 
@@ -208,8 +208,8 @@ def floating(rows: int, columns: int = 256, dtype: torch.dtype = torch.float32) 
 def test_e4m3_weights_are_stacked_with_their_scales() -> None:
     parts = [fp8_linear(256, 256), fp8_linear(100, 256)]
     x = torch.randn(7, 256)
-    single = [part(x) for part in parts]
-    stack = Stack(tuple(Projection((part,)) for part in parts))
+    single = [linear(x) for linear in parts]
+    stack = Stack(tuple(Projection((linear,)) for linear in parts))
     assert stack.reason == ""
     for got, want in zip(stack(x), single, strict=True):
         assert_close(got, want, "attention_float32")
@@ -270,14 +270,14 @@ UNSUPPORTED: dict[str, tuple[Callable[[], list[Any]], str]] = {
 def test_unsupported_weights_stay_unstacked_with_a_reason(case: str) -> None:
     make, reason = UNSUPPORTED[case]
     parts = make()
-    before = [part.weight.data_ptr() for part in parts]
-    stack = Stack(tuple(Projection((part,)) for part in parts))
+    before = [linear.weight.data_ptr() for linear in parts]
+    stack = Stack(tuple(Projection((linear,)) for linear in parts))
     assert (stack.reason, repr(stack)) == (reason, f"Stack({reason})")
     x = torch.randn(3, 256)
-    single = [part(x) for part in parts]
+    single = [linear(x) for linear in parts]
     for got, want in zip(stack(x), single, strict=True):
         assert_bitwise(got, want)
-    assert [part.weight.data_ptr() for part in parts] == before
+    assert [linear.weight.data_ptr() for linear in parts] == before
 
 
 def test_linears_of_other_inputs_are_not_stacked() -> None:
@@ -286,8 +286,8 @@ def test_linears_of_other_inputs_are_not_stacked() -> None:
 
 def test_weights_of_different_kinds_get_different_stacks() -> None:
     parts = [fp8_linear(128, 256), fp8_linear(64, 256), floating(8), floating(8, dtype=torch.bfloat16)]
-    made = stacks([Projection((part,)) for part in parts])
-    assert [(len(stack.parts), stack.reason) for stack in made] == [
+    groups = stacks([Projection((linear,)) for linear in parts])
+    assert [(len(stack.parts), stack.reason) for stack in groups] == [
         (2, ""),
         (1, "nothing to stack"),
         (1, "nothing to stack"),
@@ -314,18 +314,18 @@ def test_a_replaced_linear_is_used(compiled: bool) -> None:
 @torch.no_grad()
 def test_a_weight_is_replaced_while_something_else_compiles() -> None:
     """torch says of all threads that they compile, while one does."""
-    layer, found = random_layer(SMALL, "hca", dtype=torch.float32), list[bool]()
+    layer, equal = random_layer(SMALL, "hca", dtype=torch.float32), list[bool]()
     stack: Any = layer.hidden_stacks[0]
     x = torch.randn(5, HIDDEN)
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         stack.parts[0].weight = nn.Parameter(stack.parts[0].weight * 2)
         for got, want in zip(stack(x), expected(stack, x), strict=True):
-            found.append(torch.allclose(got, want, atol=1e-5))
+            equal.append(torch.allclose(got, want, atol=1e-5))
         return gm.forward
 
     torch.compile(lambda y: y + 1, backend=backend)(torch.ones(2))
-    assert found and all(found)
+    assert equal and all(equal)
 
 
 @pytest.mark.parametrize("config", [DeepseekV4Config.flash(), DeepseekV4Config.pro()], ids=["flash", "pro"])

@@ -1,4 +1,4 @@
-"""Fixture: captures, each of which collects garbage, spare what earlier files have left."""
+"""Fixture: spare the objects of earlier files when captures collect garbage."""
 
 from __future__ import annotations
 

@@ -80,18 +80,18 @@ def call(layer: Any, tokens: int, cache: Cache) -> Tensor:
 
 def test_the_third_call_of_a_shape_captures_and_later_calls_replay() -> None:
     layer, cache, twin = Layer(), Cache(torch.zeros(8, 4)), Cache(torch.zeros(8, 4))
-    ours, kept = compiled(layer), []
+    ours, results = compiled(layer), []
     with counting() as counts:
         for step in range(8):
             x, slots = torch.randn(3, 4), torch.randperm(8)[:3]
-            kept.append((ours(x, slots, cache)[0], layer.linear(x)))
-            twin.rows[slots] = kept[-1][1]
-            torch.testing.assert_close(kept[-1][0], kept[-1][1] + twin.rows.sum(0))
+            results.append((ours(x, slots, cache)[0], layer.linear(x)))
+            twin.rows[slots] = results[-1][1]
+            torch.testing.assert_close(results[-1][0], results[-1][1] + twin.rows.sum(0))
             assert torch.equal(cache.rows, twin.rows)
             assert layer.count == step + 1
     assert counts == Counts(captures=1, replays=6, compiled=2)
     # No later replay has overwritten earlier outputs.
-    assert len({out.data_ptr() for out, _ in kept[2:]}) == 6
+    assert len({out.data_ptr() for out, _ in results[2:]}) == 6
 
 
 def test_a_record_of_a_tensor_has_its_strides() -> None:
@@ -254,12 +254,12 @@ def test_inputs_that_the_caller_has_not_compared_are_looked_at(monkeypatch: pyte
             call(ours, 3, cache)
         assert len(seen) == 1, "later calls look at the cache and the count alone"
         moved = Cache(cache.rows)
-        for found in (other, cache, other, moved):
-            if found is moved:
+        for argument in (other, cache, other, moved):
+            if argument is moved:
                 cache.rows.data = cache.rows + 1
-            x, rows = torch.randn(3, 4), found.rows.clone()
+            x, rows = torch.randn(3, 4), argument.rows.clone()
             rows[torch.arange(3)] = layer.linear(x)
-            torch.testing.assert_close(ours(x, torch.arange(3), found)[0], layer.linear(x) + rows.sum(0))
+            torch.testing.assert_close(ours(x, torch.arange(3), argument)[0], layer.linear(x) + rows.sum(0))
     finally:
         compared.reset(token)
 
@@ -298,11 +298,11 @@ def test_a_graph_without_captures_is_one_call_of_a_runners_capture() -> None:
 
 def test_inputs_that_a_graph_writes_are_used_in_place() -> None:
     """Writes in place, by assignment, through views, by an op's schema, and by `out=`."""
-    found: list[frozenset[int]] = []
+    in_place: list[frozenset[int]] = []
     names: list[list[str]] = []
 
     def backend(gm: GraphModule, example_inputs: Any) -> Any:
-        found.append(inputs_in_place(gm))
+        in_place.append(inputs_in_place(gm))
         names.append([node.name for node in gm.graph.find_nodes(op="placeholder")])
         return gm.forward
 
@@ -318,7 +318,7 @@ def test_inputs_that_a_graph_writes_are_used_in_place() -> None:
     x, table, slots = torch.randn(3, 8), torch.zeros(4, 4), torch.arange(3)
     a, b, c, e = (torch.randn(3, 8) for _ in range(4))
     torch.compile(step, backend=backend, fullgraph=True)(x, a, b, c, torch.zeros(2, 4, 8), e, slots, table)
-    assert {names[0][i] for i in found[0]} == {"l_a_", "l_b_", "l_c_", "l_d_", "l_e_"}
+    assert {names[0][i] for i in in_place[0]} == {"l_a_", "l_b_", "l_c_", "l_d_", "l_e_"}
 
 
 @pytest.mark.parametrize(

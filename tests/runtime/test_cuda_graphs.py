@@ -94,8 +94,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Calls:
             )  # no dispatch mode around the calls that begin and end a capture
             calls.names.append(f"begin on {current[-1].name}, pool {pool}, {capture_error_mode}")
             self.begun = pool
-            for each in calls.allocators:
-                each.begin(pool, self)
+            for allocator in calls.allocators:
+                allocator.begin(pool, self)
 
         def capture_end(self) -> None:
             assert _get_current_dispatch_mode() is None
@@ -104,8 +104,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Calls:
                 warnings.warn(calls.warning, stacklevel=1)
             if calls.fault:
                 raise RuntimeError(calls.fault)
-            for each in calls.allocators:
-                del each.recording[self.begun]
+            for allocator in calls.allocators:
+                del allocator.recording[self.begun]
             self.ended = self.begun
 
         def replay(self) -> None:
@@ -118,8 +118,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         def reset(self) -> None:
             if self.ended is not None:
-                for each in calls.allocators:
-                    each.release(self.ended)
+                for allocator in calls.allocators:
+                    allocator.release(self.ended)
                 self.ended = None
 
         __del__ = reset
@@ -230,12 +230,12 @@ def test_a_capture_that_cannot_begin_is_cleaned_up_too(cuda: Calls, pool: CudaGr
 
 @pytest.mark.parametrize("freed", ["dropped", "reset"])
 def test_captures_go_on_when_all_earlier_ones_have_been_freed(cuda: Calls, pool: CudaGraphs, freed: str) -> None:
-    """Graphs are freed where a weight that all of them read is replaced, or the only model of a process by another."""
+    """Graphs are freed where a weight that all of them read is replaced, or the only model of a process."""
     first, second = (pool.capture(lambda: None, "a step") for _ in range(2))
     assert cuda.device.uses == {POOL: 2}, "they share memory"
     if freed == "reset":
-        for each in (first, second):
-            each.replay.__self__.reset()  # type: ignore[attr-defined]
+        for graph in (first, second):
+            graph.replay.__self__.reset()  # type: ignore[attr-defined]
     else:
         del first, second
     third, fourth = (pool.capture(lambda: None, "a step") for _ in range(2))

@@ -52,7 +52,7 @@ class Hopper:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Hopper:
-    gpu, found, run, number = Gpu("cuda", 90, 132), Hopper(), JITFunction.run, next(_devices)
+    gpu, hopper, run, number = Gpu("cuda", 90, 132), Hopper(), JITFunction.run, next(_devices)
     for stem in {*KERNELS.values(), "linear.gemm", "indexer.select_topk"}:
         importlib.import_module(f"dsv4_compile.kernels.{stem}")
     for name, module in list(sys.modules.items()):
@@ -61,18 +61,18 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Hopper:
 
     def build_only(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
         if not is_building():
-            found.launches.append(self.fn.__name__)
+            hopper.launches.append(self.fn.__name__)
         return run(self, *args, grid=grid, warmup=True, **constants)
 
     driver = fake_triton.FakeDriver(fake_triton.HOPPER)
-    monkeypatch.setattr(driver, "get_current_device", lambda: number)  # of which no kernel has built anything
+    monkeypatch.setattr(driver, "get_current_device", lambda: number)  # a device that no kernel was built for
     monkeypatch.setattr(driver, "launcher_cls", lambda source, metadata: None)
     monkeypatch.setattr(fake_triton.triton_driver, "_active", driver)
     monkeypatch.setattr(JITFunction, "run", build_only)
     monkeypatch.setattr(CompiledKernel, "__getitem__", lambda self, grid: lambda *args: None)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", found.hook)
-    return found
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", hopper.hook)
+    return hopper
 
 
 def described(args: Sequence[Any]) -> list[Any]:
@@ -85,18 +85,18 @@ def in_full(op: str, args: Sequence[Any]) -> list[Any]:
 
 
 def variants_of(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Every launch of a call: its kernel, and what of arguments, constants and options it is compiled for."""
-    found: list[tuple[str, str]] = []
+    """Return every launch of a call: its kernel, and the arguments, constants and options that it is compiled for."""
+    launches: list[tuple[str, str]] = []
 
     def bind(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         *_, binder = self.create_binder()
         _, specialization, rest = binder(*args, debug=False, instrumentation_mode="", **constants)
-        found.append((self.fn.__name__, f"{specialization} {sorted(rest.items(), key=str)}"))
+        launches.append((self.fn.__name__, f"{specialization} {sorted(rest.items(), key=str)}"))
 
     with monkeypatch.context() as patched:
         patched.setattr(JITFunction, "run", bind)
         call()
-    return found
+    return launches
 
 
 @pytest.mark.parametrize("op", sorted(KERNELS))
@@ -138,9 +138,9 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
 
 @pytest.fixture
 def told() -> Iterator[list[Built]]:
-    found: list[Built] = []
-    with early_builds.listen(found.append):
-        yield found
+    builds: list[Built] = []
+    with early_builds.listen(builds.append):
+        yield builds
 
 
 def test_offset_dtype_and_scalars_select_the_variant_and_each_is_built_once(
@@ -279,13 +279,13 @@ def test_a_graph_builds_early_what_its_first_call_launches(
         qr, latent = projected.split(sizes, dim=1)
         return torch.ops.dsv4.fused_q_kv_rmsnorm(qr, latent, *norm[2:])
 
-    given = kv, projected, pages, slots, positions
+    inputs = kv, projected, pages, slots, positions
     for x in (kv, projected, slots, positions):
         torch._dynamo.mark_dynamic(x, 0)
     torch.compiler.reset()
     only_kernels = {"dsv4.impl": "triton", "dsv4.fuse": "off"}
     with torch.no_grad(), decisions.collect():  # so that the graph comes from no cache
-        torch.compile(step, backend=dsv4, options=only_kernels, fullgraph=True)(*given)
+        torch.compile(step, backend=dsv4, options=only_kernels, fullgraph=True)(*inputs)
     split = projected.split(sizes, dim=1)
     expected = [described((kv, ape, view, slots, positions, block)) for view in views(pages)]
     assert asked == [*expected, described(in_full("fused_q_kv_rmsnorm", (*split, *norm[2:])))]

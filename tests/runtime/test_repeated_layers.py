@@ -40,7 +40,7 @@ class Layer(_nn.Module):
 
 
 class Model(_nn.Module):
-    """Layers of which all after the first may be marked as its repeats."""
+    """Layers; all after the first may be marked as its repeats."""
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Model(_nn.Module):
     def handed(self) -> Handed:
         """Return the tensors of the layers after the first."""
         later = list(self.layers)[1:]
-        return Handed([each for layer in later for each in self.weights(layer)], [layer.cache for layer in later])
+        return Handed([weight for layer in later for weight in self.weights(layer)], [layer.cache for layer in later])
 
     def shared(self) -> list[Tensor]:
         return [self.table]
@@ -83,19 +83,19 @@ def anew() -> None:
 
 def run(model: Any, rows: int, finish: Callable[[fx.GraphModule, Any], Written] = write_out) -> Any:
     """Return the result of a compiled model, and the targets of the nodes of its graph."""
-    found: list[str] = []
+    targets: list[str] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        whole = finish(gm, inputs)
-        whole.gm.graph.lint()
-        found.extend(str(node.target) for node in whole.gm.graph.nodes)
-        return whole.as_traced(whole.gm.forward)
+        written = finish(gm, inputs)
+        written.gm.graph.lint()
+        targets.extend(str(node.target) for node in written.gm.graph.nodes)
+        return written.as_traced(written.gm.forward)
 
     token = handed.set(model.handed() if model.marked else Handed())
     try:
         with torch.no_grad():
             step = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
-            return step(torch.arange(4.0 * rows).view(rows, 4)), found
+            return step(torch.arange(4.0 * rows).view(rows, 4)), targets
     finally:
         handed.reset(token)
 
@@ -118,9 +118,9 @@ def test_a_graph_without_marks_stays_as_it_is() -> None:
 
     def finish(gm: fx.GraphModule, inputs: Any) -> Written:
         before.extend(gm.graph.nodes)
-        whole = write_out(gm, inputs)
-        assert whole.gm is gm and whole.example_inputs is inputs and list(gm.graph.nodes) == before
-        return whole
+        written = write_out(gm, inputs)
+        assert written.gm is gm and written.example_inputs is inputs and list(gm.graph.nodes) == before
+        return written
 
     run(model, 3, finish)
     assert before
@@ -148,7 +148,7 @@ class Adds(Model):
 
 
 class Mistakes(Model):
-    """Hands over another kind of tensor of later layers."""
+    """Hands over a different kind of tensor of later layers."""
 
     def handed(self) -> Handed:
         return Handed(*reversed(super().handed()))
@@ -162,7 +162,7 @@ class Divides(Model):
         return super().call(layer, self.inside)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what another model returns, and more."""
+        """Return the result of the base model plus a tensor."""
         return super().forward(x) + self.inside
 
 
@@ -190,9 +190,9 @@ def test_a_call_without_the_tensors_of_repeated_layers() -> None:
     model, steps = Model(), list[Callable[..., Any]]()
 
     def finish(gm: fx.GraphModule, inputs: Any) -> Written:
-        whole = write_out(gm, inputs)
-        steps.append(whole.as_traced(whole.gm.forward))
-        return whole
+        written = write_out(gm, inputs)
+        steps.append(written.as_traced(written.gm.forward))
+        return written
 
     run(model, 3, finish)
     with pytest.raises(DSV4Error, match=r"E208[\s\S]*0 weights and 0 caches were handed over, 4 tensors when"):

@@ -102,20 +102,20 @@ def test_warm_up_and_capture_change_no_byte() -> None:
         assert_bitwise(tensor, before[name], label=name)
 
 
-# Planted faults; each has been shipped by another system.
+# Planted faults; other systems have shipped each of them.
 
 
 class LeavesTails(MetadataBuffers):
     """Refreshes the rows of the batch only and leaves old rows after it, as a builder on the CPU does."""
 
     def refresh(self, num_tokens: int | None = None) -> None:
-        kept = {n: self.tensors[n].clone() for n in ("window_slots", "window_indices", "window_lens")}
+        saved = {n: self.tensors[n].clone() for n in ("window_slots", "window_indices", "window_lens")}
         super().refresh(num_tokens)
         rows = torch.arange(self.max_num_batched_tokens)
-        own = rows < self.tensors["query_start_loc"][-1]
-        for name, old in kept.items():
+        is_token = rows < self.tensors["query_start_loc"][-1]
+        for name, old in saved.items():
             tensor = self.tensors[name]
-            tensor.copy_(torch.where(own if tensor.dim() == 1 else own[:, None], tensor, old))
+            tensor.copy_(torch.where(is_token if tensor.dim() == 1 else is_token[:, None], tensor, old))
 
 
 class PadsWithZero(MetadataBuffers):

@@ -1,4 +1,4 @@
-"""Tests of what a runner captures, when it replays, and which errors it raises."""
+"""Tests of the captures, replays and errors of a runner."""
 
 from __future__ import annotations
 
@@ -149,9 +149,9 @@ def test_a_run_decodes_the_tokens_of_a_host_loop(sampler: str | Callable[[Tensor
     expected = decode_eagerly(model, world, ids, seq_lens, 24, padded=4)
     assert len(expected.unique()) > 5
     world.buffers.load([0, 1, 2, 3], seq_lens, input_ids=ids)
-    first, kept = runner.run(14, num_reqs=3)
+    first, counts = runner.run(14, num_reqs=3)
     first = first.clone()
-    assert kept.tolist() == [[1, 1, 1]] * 14
+    assert counts.tolist() == [[1, 1, 1]] * 14
     second, _ = runner.run(10, num_reqs=3)
     assert torch.equal(torch.cat((first, second))[:, :, 0], expected)
     assert world.buffers.tensors["seq_lens"].tolist() == [29, 144, 274, 0, 0, 0]
@@ -212,13 +212,13 @@ def test_a_run_with_drafts_keeps_what_the_sampler_accepts() -> None:
     drafts = [truth[0][0], (truth[1][0] + 1) % VOCAB, truth[2][0]]
     fed = [token for pair in zip(ids, drafts, strict=True) for token in pair]
     world.buffers.load([0, 2, 4, 6], [n + 1 for n in seq_lens], input_ids=fed)
-    tokens, kept = runner.run(steps, num_reqs=3)
+    tokens, counts = runner.run(steps, num_reqs=3)
     assert [row[: len(want)] for row, want in zip(got, truth, strict=True)] == [
         t[: len(g)] for t, g in zip(truth, got, strict=True)
     ]
     assert (positions[0], positions[1]) == (2 * steps, steps)
     assert tokens.shape == (steps, 3, 2)
-    assert kept.sum(0).tolist() == positions
+    assert counts.sum(0).tolist() == positions
 
 
 def test_a_request_without_reserved_tokens_stops_and_records_its_length() -> None:
@@ -371,12 +371,12 @@ def test_every_tensor_with_a_row_for_each_token_is_found_and_no_block_table(rati
     buffers.load([0, 3], [9])
     buffers.refresh(5)
     metadata = buffers.metadata(5)
-    found = {tensor.data_ptr() for tensor in token_tensors(metadata)}
-    parts = [part for part in (metadata.window, metadata.c4, metadata.c128) if part is not None]
+    addresses = {tensor.data_ptr() for tensor in token_tensors(metadata)}
+    parts = [group for group in (metadata.window, metadata.c4, metadata.c128) if group is not None]
     assert len(parts) == 1 + len(ratios)
-    for part in parts:
-        assert part.slot_mapping.data_ptr() in found
-        table = getattr(part, "block_table", None)
-        assert table is None or table.data_ptr() not in found
-    assert metadata.positions.data_ptr() in found
+    for group in parts:
+        assert group.slot_mapping.data_ptr() in addresses
+        table = getattr(group, "block_table", None)
+        assert table is None or table.data_ptr() not in addresses
+    assert metadata.positions.data_ptr() in addresses
     assert all(len(tensor) == 5 for tensor in token_tensors(metadata))

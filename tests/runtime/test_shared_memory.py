@@ -54,23 +54,23 @@ def nothing(memory: Tensor) -> tuple[Tensor, ...]:
 def compare(
     step: StepFunction, views: Views, *, after: StepFunction | None = None, fresh: bool = False, calls: int = 5
 ) -> Counts:
-    """Compare `step(x, *views(memory))` compiled with eager, each on memory of its own.
+    """Compare `step(x, *views(memory))` compiled with eager, each on separate memory.
 
     `after(out, x)` runs after each call. With `fresh` the views are made anew for each call.
     """
     compiled = torch.compile(step, backend="dsv4", options=STANDIN)
     memories = [torch.arange(24.0).view(6, 4), torch.arange(24.0).view(6, 4)]
-    kept = [views(memory) for memory in memories]
+    both_views = [views(memory) for memory in memories]
     with counting() as counts:
         for call in range(calls):
             rows, seen = torch.randn(12, 4), []
-            for run, memory, own in zip((compiled, step), memories, kept, strict=True):
-                place = rows.clone()
-                x = place[call : call + 3]  # with another storage offset at each call
-                out = run(x, *(views(memory) if fresh else own))
+            for run, memory, tensors in zip((compiled, step), memories, both_views, strict=True):
+                buffer = rows.clone()
+                x = buffer[call : call + 3]  # with a new storage offset at each call
+                out = run(x, *(views(memory) if fresh else tensors))
                 if after is not None:
                     after(out, x)
-                seen.append([t.clone() for t in (*_compat.pytree.tree_leaves(out), place, memory)])
+                seen.append([t.clone() for t in (*_compat.pytree.tree_leaves(out), buffer, memory)])
             for got, expected in zip(*seen, strict=True):
                 assert_bitwise(got, expected, label=f"call {call}")
     return counts
@@ -124,11 +124,11 @@ def test_empty_inputs_share_no_memory() -> None:
 
 
 def test_views_of_written_or_marked_memory_are_not_copied() -> None:
-    found: list[set[str]] = []
+    in_place: list[set[str]] = []
 
     def backend(gm: GraphModule, example_inputs: Any) -> Any:
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        found.append({names[i] for i in inputs_in_place(gm)})
+        in_place.append({names[i] for i in inputs_in_place(gm)})
         return gm.forward
 
     def step(x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def test_views_of_written_or_marked_memory_are_not_copied() -> None:
         torch.zeros(3, 4), written[:3], written[3:], marked[:3], marked[:3].clone()
     )
     torch.compile(lambda x, m, v: x + m[:3] + v, backend=backend)(torch.zeros(3, 4), marked, marked[3:])
-    assert found == [{"l_a_", "l_b_"}, {"l_m_", "l_v_"}]
+    assert in_place == [{"l_a_", "l_b_"}, {"l_m_", "l_v_"}]
 
 
 # Writes.
@@ -185,11 +185,11 @@ if _compat.torch_release() >= (2, 13):  # older versions allow no write in a bra
 @pytest.mark.parametrize("case", WRITES)
 def test_written_inputs_are_found(case: str) -> None:
     expected, write = WRITES[case]
-    found: list[set[str]] = []
+    in_place: list[set[str]] = []
 
     def backend(gm: GraphModule, example_inputs: Any) -> Any:
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        found.append({names[i] for i in inputs_in_place(gm)})
+        in_place.append({names[i] for i in inputs_in_place(gm)})
         return gm.forward
 
     def step(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def test_written_inputs_are_found(case: str) -> None:
         return x + a + b
 
     torch.compile(step, backend=backend, fullgraph=True)(*(torch.ones(3, 4) for _ in range(3)))
-    assert found == [{f"l_{name}_" for name in expected}]
+    assert in_place == [{f"l_{name}_" for name in expected}]
 
 
 @pytest.mark.parametrize("case", ["a list", "a list of an op", "an operator", "inplace=True"])
@@ -247,9 +247,9 @@ def test_a_replay_raises_for_a_view_that_eager_would_not_make() -> None:
 
 def test_replays_do_not_overwrite_earlier_outputs() -> None:
     step = torch.compile(lambda x: (lambda y: (y, y[1:]))(x * 2), backend="dsv4", options=STANDIN)
-    given = [torch.randn(3, 4) for _ in range(5)]
-    kept = [step(x) for x in given]
-    for x, (out, rows) in zip(given, kept, strict=True):
+    inputs = [torch.randn(3, 4) for _ in range(5)]
+    outputs = [step(x) for x in inputs]
+    for x, (out, rows) in zip(inputs, outputs, strict=True):
         assert_bitwise(out, x * 2)
         assert rows.data_ptr() == out[1:].data_ptr()
 

@@ -157,21 +157,21 @@ def test_recorded_views_keep_their_common_base_and_not_the_callers_tensor(graphs
         seen.append([owner(arg) for arg in args])
         return args[1] + args[2].view(torch.float32)
 
-    whole = torch.arange(8.0)
-    views = whole[1::2], whole.view(torch.int32)[::2]
-    captured = graphs.capture(functools.partial(recordable(compiled), whole, *views), "a step")
+    base = torch.arange(8.0)
+    views = base[1::2], base.view(torch.int32)[::2]
+    captured = graphs.capture(functools.partial(recordable(compiled), base, *views), "a step")
     assert captured.outputs.tolist() == [1, 5, 9, 13]
-    whole.add_(1)
+    base.add_(1)
     captured.replay()
     assert captured.outputs.tolist() == [3, 7, 11, 15]
     first, second, _ = seen[1]
     assert first is second
-    assert first is not whole
-    kept = weakref.ref(whole)
-    del whole, views, first, second
+    assert first is not base
+    reference = weakref.ref(base)
+    del base, views, first, second
     seen.clear()
     gc.collect()
-    assert kept() is None
+    assert reference() is None
 
 
 def test_a_capture_undoes_writes_to_memory_that_two_storages_share(graphs: Graphs) -> None:

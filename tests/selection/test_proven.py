@@ -116,7 +116,7 @@ def test_with_another_triton_a_kernel_waits_for_its_self_check(record: Write, mo
     proven.note_checked(SM90, {"inv_rope": ""})
     assert decide(inv_rope()).impl == "triton"
     assert proven.to_check(SM90) == []
-    proven.forget()  # as in another process
+    proven.forget()  # as in a new process
     assert decide(inv_rope()).impl == "triton"
 
     triton_is(monkeypatch, "3.8.0")
@@ -198,8 +198,10 @@ def test_trust_ends_with_its_block(record: Write) -> None:
 
 
 def test_an_architecture_without_a_column_has_the_fingerprints_of_all() -> None:
-    own = {proven.fingerprint("inv_rope", f"cuda {name}") for name in ("sm_90", "sm_100", "gfx942", "sm_89", "sm_103")}
-    assert len(own) == 4  # sm_89 and sm_103 have the same, and each column its own
+    fingerprints = {
+        proven.fingerprint("inv_rope", f"cuda {name}") for name in ("sm_90", "sm_100", "gfx942", "sm_89", "sm_103")
+    }
+    assert len(fingerprints) == 4  # sm_89 and sm_103 have the same, and each column its own
     assert proven.fingerprint("no_op", "cuda sm_90") == proven.fingerprint("no_op", "cuda sm_89") == ""
 
 

@@ -23,7 +23,7 @@ OPS = ["inv_rope", "advance", "global_topk"]
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let the process that checks run another program, whose arguments are a device and ops."""
+    """Let the process that checks run a different program, with a device and ops as arguments."""
     start = subprocess.Popen
 
     def program(text: str) -> None:
@@ -55,9 +55,9 @@ def test_every_op_is_checked_in_one_process(processes: Callable[[str], None]) ->
 
 def test_a_fault_ends_no_other_check(processes: Callable[[str], None]) -> None:
     processes(PROGRAM.format(action="if op == 'advance': print('illegal address', file=sys.stderr); os._exit(7)"))
-    found = check(*OPS)
-    assert found.pop("advance") == "its process ended with 7: illegal address"
-    assert found == {"inv_rope": "", "global_topk": ""}
+    reasons = check(*OPS)
+    assert reasons.pop("advance") == "its process ended with 7: illegal address"
+    assert reasons == {"inv_rope": "", "global_topk": ""}
 
 
 def test_a_process_that_ends_some_time_after_its_output_has_not_hung(processes: Callable[[str], None]) -> None:
@@ -68,9 +68,9 @@ def test_a_process_that_ends_some_time_after_its_output_has_not_hung(processes: 
 def test_a_hang_ends_no_other_check(processes: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "OP_LIMIT", 3.0)
     processes(PROGRAM.format(action="if op == 'inv_rope': time.sleep(600)"))
-    found = check(*OPS)
-    assert found.pop("inv_rope").startswith("it took more than 3 s")
-    assert found == {"advance": "", "global_topk": ""}
+    reasons = check(*OPS)
+    assert reasons.pop("inv_rope").startswith("it took more than 3 s")
+    assert reasons == {"advance": "", "global_topk": ""}
 
 
 def test_lines_that_come_together_are_all_read(processes: Callable[[str], None]) -> None:
@@ -115,14 +115,14 @@ def test_a_kernel_that_is_right_passes_and_one_that_is_wrong_does_not(op: str, m
 def test_results_are_kept_and_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(self_check, "device_architecture", lambda device: "cuda sm_90")
-    found = {"inv_rope": "", "advance": "wrong"}
-    monkeypatch.setattr(self_check, "_in_a_process", lambda ops, device: iter(found.items()))
+    reasons = {"inv_rope": "", "advance": "wrong"}
+    monkeypatch.setattr(self_check, "_in_a_process", lambda ops, device: iter(reasons.items()))
     events: list[str] = []
     with self_check.progress.listen(lambda event: events.append(str(event))):
-        assert self_check.check_ops([*found], CUDA) == found
+        assert self_check.check_ops([*reasons], CUDA) == reasons
     assert any("check kernels 1/2 inv_rope" in event for event in events)
     (path,) = (tmp_path / "dsv4_checked").iterdir()
-    assert json.loads(path.read_text()) == found
+    assert json.loads(path.read_text()) == reasons
     proven.forget()
 
 

@@ -111,9 +111,9 @@ def read_messages(mailbox: int, offset: Value) -> Value:
     places = _fours(torch.arange(offset.data.numel()).view(offset.data.shape))
     where = (_fours(offset.data)[:, :1] // 4 + torch.arange(4)).long()
     assert (where[:, 0] % 4 == 0).all()
-    found = torch.empty(offset.data.numel())
-    found[places] = _this.cluster.messages[_this.rank][where]
-    return Value(found.view(offset.data.shape))
+    words = torch.empty(offset.data.numel())
+    words[places] = _this.cluster.messages[_this.rank][where]
+    return Value(words.view(offset.data.shape))
 
 
 def store_fetched_words(values: Value, offset: Value) -> None:
@@ -151,7 +151,7 @@ def fetch_words(program: int, offset: Value, wanted: Value) -> Value:
 
 
 def launch_clusters(kernel: Kernel, programs: int, size: int, room: int, *args: Any, **constants: Any) -> None:
-    """Run one cluster after another. Raise the first exception of a program."""
+    """Run clusters one by one. Raise the first exception of a program."""
     assert programs % size == 0 and 1 < size <= 8 and constants.pop("launch_pdl")
     assert set(list(inspect.signature(kernel.function).parameters)[len(args) :]) == constants.keys()
     partitions = 3 if "CONSUMER_REGISTERS" in constants else 1
@@ -184,13 +184,13 @@ WORDS = {f.__name__: f for f in (*MAILBOX, cluster_barrier, store_fetched_words,
 
 
 def clustered(launcher: types.ModuleType) -> Any:
-    """Return a context in which `launcher` launches clusters."""
+    """Return a context that makes `launcher` launch clusters."""
     (kernel,) = (x for name, x in vars(launcher).items() if re.fullmatch(r"gemm_sm90_\w+_kernel", name))
     functions = [kernel.function]
     stack = contextlib.ExitStack()
     for name in ("compute_tile", "combine_in_cluster", "store_fetched"):
-        found = functions[-1].__globals__.get(name)
-        functions += [found.function] if found else []
+        value = functions[-1].__globals__.get(name)
+        functions += [value.function] if value else []
     for function in functions:
         known = function.__globals__
         stack.enter_context(mock.patch.dict(known, {k: v for k, v in WORDS.items() if k in known}))

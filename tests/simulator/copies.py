@@ -39,8 +39,8 @@ class Descriptor:
     def at(self, corner: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
         """Return the part of a block that lies in the tensor, and its place in the block."""
         first = [int(raw(x)) for x in corner]
-        found = self.tensor[tuple(slice(a, a + n) for a, n in zip(first, self.block, strict=True))]
-        return found, tuple(slice(0, n) for n in found.shape)
+        block = self.tensor[tuple(slice(a, a + n) for a, n in zip(first, self.block, strict=True))]
+        return block, tuple(slice(0, n) for n in block.shape)
 
 
 class Persistent(Kernel):
@@ -59,8 +59,8 @@ def expect(barrier: Barrier, size: int) -> None:
 
 def load_block(source: Descriptor, corner: list[Any], barrier: Barrier, target: Shared) -> None:
     """Copy a block to shared memory, with zeros outside the tensor."""
-    found, inside = source.at(corner)
-    target.data.zero_()[inside] = found
+    block, inside = source.at(corner)
+    target.data.zero_()[inside] = block
     barrier.arrive(0, announced=-target.data.nbytes)
 
 
@@ -98,16 +98,16 @@ EARLY_AND_LATE: dict[str, Any] = {"params": [contextlib.nullcontext, landing_lat
 
 def store_block(target: Descriptor, corner: list[Any], source: Shared) -> None:
     """Start to store the part of a block that lies in the tensor. It is read when its thread waits."""
-    found, inside = target.at(corner)
-    _stores.pending = [*getattr(_stores, "pending", []), (found, source.data, source.data.clone(), inside)]
+    block, inside = target.at(corner)
+    _stores.pending = [*getattr(_stores, "pending", []), (block, source.data, source.data.clone(), inside)]
 
 
 def store_wait(pending: int) -> None:
     assert pending == 0
-    for found, now, then, inside in getattr(_stores, "pending", []):
+    for block, now, then, inside in getattr(_stores, "pending", []):
         bits = base.BITS[now.itemsize]
         assert torch.equal(now.view(bits), then.view(bits)), "a tile was overwritten while it was stored"
-        found.copy_(now[inside])
+        block.copy_(now[inside])
     _stores.pending = []
 
 
@@ -124,7 +124,7 @@ def landed(barrier: Barrier, increment_count: bool) -> None:
 
 
 def multiply(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
-    """Return a GEMM as `gluon.multiply`, whose wait also waits for its accumulator."""
+    """Return a GEMM as `gluon.multiply`; its wait also waits for its accumulator."""
     product = base.multiply(a, b, acc, use_acc, is_async)
     product.operands += getattr(acc, "operands", [])  # type: ignore[attr-defined]
     return product
@@ -145,9 +145,9 @@ def broadcast(a: Any, b: Any) -> tuple[Value, Any]:
 
 def modules() -> dict[str, types.ModuleType]:
     """Return all stand-ins."""
-    found = _base_modules()
-    language, hopper = found[f"{GLUON}.language"], found[f"{GLUON}.language.nvidia.hopper"]
-    vars(found[GLUON]).update(jit=lambda f=None, **_: Persistent(f) if f else Persistent)
+    stand_ins = _base_modules()
+    language, hopper = stand_ins[f"{GLUON}.language"], stand_ins[f"{GLUON}.language.nvidia.hopper"]
+    vars(stand_ins[GLUON]).update(jit=lambda f=None, **_: Persistent(f) if f else Persistent)
     vars(language).update(
         DistributedLinearLayout=base.anything,
         DotOperandLayout=base.anything,
@@ -169,7 +169,7 @@ def modules() -> dict[str, types.ModuleType]:
         )
     )
     vars(host).update(TensorDescriptor=Descriptor)
-    return found | {f"{GLUON}.language.nvidia.ampere": ampere, f"{GLUON}.nvidia.hopper": host}
+    return stand_ins | {f"{GLUON}.language.nvidia.ampere": ampere, f"{GLUON}.nvidia.hopper": host}
 
 
 _base_modules = base.modules

@@ -118,13 +118,13 @@ def argument(x: Any) -> Any:
     if type(x) is int:
         return Value(torch.tensor(x, dtype=torch.int32 if abs(x) < 2**31 else torch.int64))
     if isinstance(x, tuple):
-        parts = [argument(part) for part in x]
+        parts = [argument(field) for field in x]
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     return Pointer.of(x) if isinstance(x, Tensor) else x
 
 
 class Kernel:
-    """A jitted function: called by another, or launched."""
+    """A jitted function: called by a second one, or launched."""
 
     program: tuple[int, ...] = (0,)
     grid: tuple[int, ...] = (1,)
@@ -203,8 +203,8 @@ def assembly(text: str, constraints: str, args: list[Any], dtype: Any, is_pure: 
         args[0].resolve(None)
         return None
     several = isinstance(dtype, tuple)
-    found = elementwise(text, constraints, [raw(x) for x in args], list(dtype) if several else [dtype], pack)
-    return tuple(map(Value, found)) if several else Value(found[0])
+    results = elementwise(text, constraints, [raw(x) for x in args], list(dtype) if several else [dtype], pack)
+    return tuple(map(Value, results)) if several else Value(results[0])
 
 
 def reduce(x: Value, axis: int, combine: Callable[[Value, Value], Value]) -> Value:
@@ -345,22 +345,22 @@ def modules() -> dict[str, types.ModuleType]:
 
 def gluon_modules(launcher: str) -> list[str]:
     """Return the module `launcher` and those it imports, if they use Gluon or import a module that does."""
-    found: dict[str, bool] = {}
+    gluon_users: dict[str, bool] = {}
 
     def uses(name: str) -> bool:
-        if name not in found:
-            found[name] = False
+        if name not in gluon_users:
+            gluon_users[name] = False
             tree = ast.parse((KERNELS / f"{name.replace('.', '/')}.py").read_text())
             imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-            found[name] = any(node.level == 0 and node.module.startswith(GLUON) for node in imports)
-            own = [f"{name.split('.')[0]}.{node.module}" for node in imports if node.level == 1]
-            own += [node.module for node in imports if node.level == 2]
-            for other in own:
-                found[name] |= uses(other)
-        return found[name]
+            gluon_users[name] = any(node.level == 0 and node.module.startswith(GLUON) for node in imports)
+            imported = [f"{name.split('.')[0]}.{node.module}" for node in imports if node.level == 1]
+            imported += [node.module for node in imports if node.level == 2]
+            for other in imported:
+                gluon_users[name] |= uses(other)
+        return gluon_users[name]
 
     uses(launcher)
-    return [name for name, gluon in found.items() if gluon]
+    return [name for name, gluon in gluon_users.items() if gluon]
 
 
 def simulated(launcher: str) -> Any:

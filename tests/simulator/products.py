@@ -57,8 +57,8 @@ class Launched(copies.Persistent):
 
 
 def modules() -> dict[str, types.ModuleType]:
-    found = copies.modules()
-    vars(found[f"{GLUON}.language"]).update(
+    stand_ins = copies.modules()
+    vars(stand_ins[f"{GLUON}.language"]).update(
         uint8=torch.uint8,
         atomic_add=atomic_add,
         load=load,
@@ -66,10 +66,10 @@ def modules() -> dict[str, types.ModuleType]:
         warp_specialize=simulated_cluster.specialize,
         assume=base.static_assert,
     )
-    vars(found["triton.language.extra.cuda"]).update(gdc_wait=base.anything)
-    vars(found[GLUON]).update(jit=lambda f=None, **_: Launched(f) if f else Launched)
-    vars(found[f"{GLUON}.nvidia.hopper"]).update(TensorDescriptor=Descriptor)
-    return found
+    vars(stand_ins["triton.language.extra.cuda"]).update(gdc_wait=base.anything)
+    vars(stand_ins[GLUON]).update(jit=lambda f=None, **_: Launched(f) if f else Launched)
+    vars(stand_ins[f"{GLUON}.nvidia.hopper"]).update(TensorDescriptor=Descriptor)
+    return stand_ins
 
 
 @contextlib.contextmanager
@@ -82,10 +82,10 @@ def simulated_products() -> Iterator[Any]:
         ),
     ):
         pair = base.simulated("linear.gemm_sm90_pair")
-        found = base.simulated("linear.gemm_sm90_small")
-        found.pair = pair
-        with simulated_cluster.clustered(found), simulated_cluster.clustered(pair):
-            yield found
+        products = base.simulated("linear.gemm_sm90_small")
+        products.pair = pair
+        with simulated_cluster.clustered(products), simulated_cluster.clustered(pair):
+            yield products
 
 
 def product(hopper: Any, *args: Any, tiling: tuple[int, ...], quantize: bool = False) -> Tensor:
@@ -110,7 +110,7 @@ def product(hopper: Any, *args: Any, tiling: tuple[int, ...], quantize: bool = F
 @contextlib.contextmanager
 def launches(module: types.ModuleType) -> Iterator[list[dict[str, Any]]]:
     """Yield the constants of all launches of `module` in the block; nothing runs."""
-    found: list[dict[str, Any]] = []
-    take = lambda *args, **constants: found.append(constants)  # noqa: E731
+    calls: list[dict[str, Any]] = []
+    take = lambda *args, **constants: calls.append(constants)  # noqa: E731
     with mock.patch.multiple(module, launch_kernel=take, launch_clusters=take):
-        yield found
+        yield calls

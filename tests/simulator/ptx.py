@@ -38,12 +38,12 @@ def _float32(x: Tensor) -> Tensor:
 def _permute_bytes(a: Tensor, b: Tensor, selectors: Tensor) -> Tensor:
     """Execute prmt: select bytes of `a` and `b`, or their sign bits repeated, by four digits of 4 bits."""
     both = [unsigned(x) >> shift & 0xFF for x in (a, b) for shift in (0, 8, 16, 24)]
-    found = torch.zeros_like(both[0])
-    for place in range(4):
-        digit = int(selectors) >> 4 * place & 0xF
+    result = torch.zeros_like(both[0])
+    for position in range(4):
+        digit = int(selectors) >> 4 * position & 0xF
         byte = both[digit & 7]
-        found = found | (torch.where(byte >= 0x80, 0xFF, 0) if digit & 8 else byte) << 8 * place
-    return word(found)
+        result = result | (torch.where(byte >= 0x80, 0xFF, 0) if digit & 8 else byte) << 8 * position
+    return word(result)
 
 
 def _multiply_pairs(a: Tensor, b: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
 
 def _value(name: str, registers: Registers) -> Tensor:
     if name.startswith("{"):
-        low, high = (unsigned(_value(part, registers)) for part in re.findall(r"\$?\w+", name))
+        low, high = (unsigned(_value(name_, registers)) for name_ in re.findall(r"\$?\w+", name))
         return word(high << 16 | low)
     if re.fullmatch(r"0x[0-9a-fA-F]+|\d+", name):
         return word(torch.tensor(int(name, 0)))
@@ -106,18 +106,18 @@ def elementwise(text: str, constraints: str, args: list[Tensor], dtypes: list[An
     args = list(torch.broadcast_tensors(*args))
     wide = [max(1, pack * BITS[dtype] // 32) if BITS[dtype] < 64 else pack for dtype in dtypes]
     registers: Registers = {}
-    place = sum(wide)
+    number = sum(wide)
     for arg in args:
         assert BITS[arg.dtype] >= 32, "an argument of 16 bits is not simulated"
-        for each in range(pack):
-            registers[f"${place}"] = arg if pack == 1 else arg.unflatten(-1, (-1, pack))[..., each]
-            place += 1
-    assert len(constraints.split(",")) == place
+        for lane in range(pack):
+            registers[f"${number}"] = arg if pack == 1 else arg.unflatten(-1, (-1, pack))[..., lane]
+            number += 1
+    assert len(constraints.split(",")) == number
     run(text, registers)
-    found, place = [], 0
+    results, number = [], 0
     for dtype, count in zip(dtypes, wide, strict=True):
-        parts = [registers[f"${place + i}"] for i in range(count)]
-        place += count
+        parts = [registers[f"${number + i}"] for i in range(count)]
+        number += count
         joined = torch.stack(parts, -1).flatten(-2) if count > 1 else parts[0]
-        found.append(joined.contiguous().view(dtype) if BITS[dtype] < 32 else joined)
-    return found
+        results.append(joined.contiguous().view(dtype) if BITS[dtype] < 32 else joined)
+    return results

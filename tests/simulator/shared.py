@@ -57,8 +57,8 @@ class SimulatedShared:
         few = key.handle.data[mask.handle.data]
         assert len(few) == number.handle.data <= histogram.LISTED.value
         nth = np.sort(few)[-int(n.handle.data.item())]
-        found = nth, (few > nth).sum(), (few == nth).sum()
-        return tuple(tl.full((), int(x), tl.int32) for x in found)
+        counts = nth, (few > nth).sum(), (few == nth).sum()
+        return tuple(tl.full((), int(x), tl.int32) for x in counts)
 
     def store_in_place(self, pointers: Any, values: Any, mask: Any, native: Any) -> None:
         """Store as `tl.store`."""

@@ -94,12 +94,12 @@ class Pointer:
         return Pointer(torch.cat([a.memory, b.memory]), torch.where(condition, a.offset, b.offset + size), ends)
 
     def to(self, kind: Any, bitcast: bool = False) -> Pointer:
-        """Reinterpret the pointed bytes as another dtype; addresses must be multiples of its size."""
+        """Reinterpret the pointed bytes as a different dtype; addresses must be multiples of its size."""
         assert not self.is_copy
         viewed = self.memory.view(kind)
-        place = self.offset * self.memory.element_size()
-        assert torch.as_tensor(place % viewed.element_size() == 0).all()
-        return Pointer(viewed, place // viewed.element_size())
+        address = self.offset * self.memory.element_size()
+        assert torch.as_tensor(address % viewed.element_size() == 0).all()
+        return Pointer(viewed, address // viewed.element_size())
 
     def resolve(self, mask: Any) -> tuple[Tensor, Tensor]:
         """Return offsets and which of them are accessed. Raise for one outside the storage."""

@@ -29,8 +29,8 @@ def test_bitwise_names_the_first_wrong_coordinate_and_both_values(dtype: torch.d
     )
     with pytest.raises(AssertionError) as failure:
         assert_bitwise(y, x, label="rows")
-    for part in ("rows: bytes differ at 2 of 24", "(1, 0, 2)", f"got {one!r}", f"expected {zero!r}"):
-        assert part in str(failure.value)
+    for words in ("rows: bytes differ at 2 of 24", "(1, 0, 2)", f"got {one!r}", f"expected {zero!r}"):
+        assert words in str(failure.value)
 
 
 def test_bitwise_tells_zeros_and_nan_payloads_apart() -> None:
@@ -106,7 +106,7 @@ def test_bfloat16_is_compared_with_an_unrounded_oracle() -> None:
 
 
 def test_rotated_columns_are_held_to_the_size_of_their_pairs() -> None:
-    """Pairs of size 0.1 whose elements were off by a tolerance each, rotated to where one of them is nearly zero."""
+    """Pairs of size 0.1 with a tolerance of error in both elements, rotated until one is nearly zero."""
     pair = torch.tensor([0.08, 0.06], dtype=torch.float64)
     off = pair * (1 + 2 / 128)
 

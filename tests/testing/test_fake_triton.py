@@ -44,9 +44,9 @@ def test_what_uses_a_result_waits_for_the_scoreboard_that_its_load_sets() -> Non
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
         _double_kernel[(1,)](x, x)
     lines = fake_triton.source_lines(compiled[0])
-    load = next(place for place, line in enumerate(lines) if line.text.startswith("LDG"))
+    load = next(index for index, line in enumerate(lines) if line.text.startswith("LDG"))
     register = lines[load].text.split()[1].rstrip(",")
-    used = next(place for place in range(load + 1, len(lines)) if register in re.findall(r"R\d+", lines[place].text))
+    used = next(index for index in range(load + 1, len(lines)) if register in re.findall(r"R\d+", lines[index].text))
     assert lines[load].place.startswith("test_fake_triton.py:")
     assert lines[load].sets is not None and lines[load].sets in lines[used].waits
     assert not any(lines[load].sets in line.waits for line in lines[load + 1 : used])

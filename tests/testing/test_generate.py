@@ -71,21 +71,21 @@ def test_padded_rows_keep_sixteen_byte_alignment() -> None:
 @pytest.mark.parametrize("fmt", [*layout.KV_FORMATS, "indexer_fp8", "indexer_mxfp4"])
 @pytest.mark.parametrize("block_size", [2, 64])
 def test_random_cache_holds_its_values_and_poison(fmt: str, block_size: int) -> None:
-    made = random_cache(fmt, 3, block_size, live=block_size)
-    assert made.slots.unique().numel() == block_size
+    sample = random_cache(fmt, 3, block_size, live=block_size)
+    assert sample.slots.unique().numel() == block_size
     load = kv_format.load_indexer if fmt.startswith("indexer") else kv_format.load_kv
     stored = load(
-        made.cache, fmt, block_size, made.slots, *([made.kv_scale] if made.kv_scale is not None else [])
+        sample.cache, fmt, block_size, sample.slots, *([sample.kv_scale] if sample.kv_scale is not None else [])
     ).float()
-    assert (stored - made.values).abs().max() < (1.0 if fmt == "indexer_mxfp4" else 0.2)
-    free = torch.tensor(sorted(set(range(3 * block_size)) - set(made.slots.tolist())))
+    assert (stored - sample.values).abs().max() < (1.0 if fmt == "indexer_mxfp4" else 0.2)
+    free = torch.tensor(sorted(set(range(3 * block_size)) - set(sample.slots.tolist())))
     if fmt in layout.PAGE_LAYOUTS:
-        assert all((part == 0xFF).all() for part in paging.read_bytes(made.cache, fmt, block_size, free))
+        assert all((field == 0xFF).all() for field in paging.read_bytes(sample.cache, fmt, block_size, free))
     else:
-        rows = paging.read_rows(made.cache, block_size, free)
+        rows = paging.read_rows(sample.cache, block_size, free)
         assert (rows.isnan() if rows.dtype.is_floating_point else rows == 0xFF).all()
-    assert made.cache.stride(0) > made.cache[0].numel() or fmt == "indexer_mxfp4"
-    assert made.block_size == block_size
+    assert sample.cache.stride(0) > sample.cache[0].numel() or fmt == "indexer_mxfp4"
+    assert sample.block_size == block_size
 
 
 def test_random_cache_is_legal_for_the_layout() -> None:

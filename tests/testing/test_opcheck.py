@@ -105,7 +105,7 @@ def test_a_write_between_the_rows_of_a_mutated_argument_is_noticed() -> None:
 
 @pytest.fixture
 def define() -> Iterator[Callable[..., torch._ops.OpOverload]]:
-    """Define an op of the package's own namespace, whose reference check_op can enter, and forget it after the test."""
+    """Define an op of the package's namespace with a reference that check_op can enter; forget it after the test."""
     names: list[str] = []
 
     def add(name: str, reference: Callable[..., Any]) -> torch._ops.OpOverload:

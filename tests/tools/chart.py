@@ -26,11 +26,11 @@ def draw(lines: Sequence[Sequence[str]], path: Path) -> None:
     """Draw a table of `headline`, its head first, as horizontal bars in milliseconds, and write it as SVG."""
     _, *rows = lines
     figure, axes = plt.subplots(figsize=(8, 2.8), layout="constrained", facecolor="white")
-    for place, (what, eager, compiled, faster) in enumerate(reversed(rows)):
+    for height, (what, eager, compiled, faster) in enumerate(reversed(rows)):
         for offset, ms, colour, note in ((0.2, eager, EAGER, ""), (-0.2, compiled, COMPILED, f"  ({faster})")):
-            bar = axes.barh(place + offset, float(ms), height=0.38, color=colour)
+            bar = axes.barh(height + offset, float(ms), height=0.38, color=colour)
             axes.bar_label(bar, [f"{ms} ms{note}"], padding=3, fontsize=9)
-        axes.text(-1, place, what, ha="right", va="center", fontsize=10)
+        axes.text(-1, height, what, ha="right", va="center", fontsize=10)
     axes.set(yticks=[], xlim=(0, 1.12 * max(float(row[1]) for row in rows)), xlabel="ms, lower is better")
     axes.legend(
         handles=[plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (EAGER, COMPILED)],
@@ -48,5 +48,5 @@ def numbers(path: Path) -> list[list[str]] | None:
     """Return the table that a picture was drawn from, or None without a picture."""
     if not path.exists():
         return None
-    found = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(encoding="utf-8"), re.DOTALL)
-    return None if found is None else json.loads(html.unescape(found[1]))
+    match = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(encoding="utf-8"), re.DOTALL)
+    return None if match is None else json.loads(html.unescape(match[1]))

@@ -39,7 +39,7 @@ Facts = dict[str, Any]
 
 
 class Record:
-    """The committed facts, and what this process asked.
+    """The committed facts, and the questions of this process.
 
     Attributes:
         asked: the facts that each test file of this process asked for, by test file and kernel.
@@ -57,10 +57,10 @@ class Record:
 
     @functools.cached_property
     def known(self) -> dict[str, dict[str, Facts]]:
-        """The facts of the record by test file and kernel; none of another version of Triton."""
-        found = json.loads(FILE.read_text()) if FILE.exists() else {"triton": ""}
-        same = found["triton"] == triton.__version__ and not any(map(os.environ.get, TOOLS))
-        return found["files"] if same and self.mode != "record" else {}
+        """The facts of the record by test file and kernel; none of a different version of Triton."""
+        recorded = json.loads(FILE.read_text()) if FILE.exists() else {"triton": ""}
+        same = recorded["triton"] == triton.__version__ and not any(map(os.environ.get, TOOLS))
+        return recorded["files"] if same and self.mode != "record" else {}
 
     @property
     def file(self) -> str:
@@ -75,14 +75,14 @@ class Record:
         """Return a recorded answer, or compute one; AssertionError if both are there and differ."""
         facts = self.facts(key) or {}
         if self.mode == "changed" and question in facts:
-            found = facts[question]
+            value = facts[question]
         else:
-            found = json.loads(json.dumps(compute()))
-            assert question not in facts or facts[question] == found, (
-                f"{question}: {found}, but {FILE.name} has {facts[question]} for the same sources"
+            value = json.loads(json.dumps(compute()))
+            assert question not in facts or facts[question] == value, (
+                f"{question}: {value}, but {FILE.name} has {facts[question]} for the same sources"
             )
-        self.asked.setdefault(self.file, {}).setdefault(key, {})[question] = found
-        return found
+        self.asked.setdefault(self.file, {}).setdefault(key, {})[question] = value
+        return value
 
     def write(self) -> None:
         """Replace the rows of the test files that ran; several processes may write theirs."""
@@ -90,8 +90,8 @@ class Record:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             text = file.read()
-            found = json.loads(text) if text else {}
-            files = {**(found["files"] if found.get("triton") == triton.__version__ else {}), **self.asked}
+            recorded = json.loads(text) if text else {}
+            files = {**(recorded["files"] if recorded.get("triton") == triton.__version__ else {}), **self.asked}
             file.truncate(0)
             file.write(f'{{"triton": "{triton.__version__}", "files": {{')
             for number, (name, kernels) in enumerate(sorted(files.items())):
@@ -113,7 +113,7 @@ class Metadata(NamedTuple):
 
 
 class Text:
-    """A text of a compiled kernel, "ptx" or "ttgir", of which only answers are recorded."""
+    """A text of a compiled kernel, "ptx" or "ttgir"; only answers about it are recorded."""
 
     def __init__(self, kernel: Kernel, stage: str) -> None:
         self._kernel, self._stage = kernel, stage
@@ -181,9 +181,9 @@ class Kernel:
         return RECORD.answer(self.hash, question, lambda: function(self._compiled()))
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return `function(compiled kernel, *args)`, as JSON gives it back: a function of a module, and what it names.
+        """Return `function(compiled kernel, *args)`, as JSON gives it back: a function of a module, and its globals.
 
-        Other sources of the function are another question.
+        Other sources of the function are a different question.
         """
         words = ", ".join([source_of(function), *map(repr, args)])
         return self.answer(f"{function.__name__}({words})", lambda real: function(real, *args))
@@ -210,7 +210,7 @@ def _metadata(real: Any) -> list[Any]:
 
 @functools.cache
 def _checks() -> str:
-    """Return a hash of what is checked of every kernel that is compiled: it is recorded by being recorded at all."""
+    """Return a hash of the checks of every compiled kernel: only kernels that pass are recorded."""
     return source_of(fake_triton.compiled_for.__wrapped__)
 
 

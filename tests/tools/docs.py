@@ -130,16 +130,16 @@ def family(op: str) -> str:
 @functools.cache
 def _references() -> dict[str, Callable[..., object]]:
     """Return the reference of every op: the function of its name in a module of reference/."""
-    found: dict[str, Callable[..., object]] = {}
+    references: dict[str, Callable[..., object]] = {}
     for name in FAMILIES:
         package = importlib.import_module(f"dsv4_compile.reference.{name}")
-        for each in pkgutil.iter_modules(package.__path__):
-            module = importlib.import_module(f"{package.__name__}.{each.name}")
+        for info in pkgutil.iter_modules(package.__path__):
+            module = importlib.import_module(f"{package.__name__}.{info.name}")
             functions = inspect.getmembers(module, inspect.isfunction)
-            found |= {
+            references |= {
                 op: function for op, function in functions if op in OPS and function.__module__ == module.__name__
             }
-    return found
+    return references
 
 
 def _path(module: str) -> str:
@@ -152,26 +152,26 @@ def files(op: str) -> dict[str, str]:
     """Return the file of `op` in each tree that has one, by the tree's name."""
     registry.load()
     reference = _path(_references()[op].__module__)
-    found = {"reference": reference, "op": reference.replace("/reference/", "/ops/")}
+    paths_by_role = {"reference": reference, "op": reference.replace("/reference/", "/ops/")}
     if op in registry.LOWERINGS:
-        found["lowering"] = _path(registry.LOWERINGS[op].lower.__module__)
+        paths_by_role["lowering"] = _path(registry.LOWERINGS[op].lower.__module__)
     if op in KERNELS:
-        found["kernels"] = f"kernels/{KERNELS[op].replace('.', '/')}.py"
-    return found
+        paths_by_role["kernels"] = f"kernels/{KERNELS[op].replace('.', '/')}.py"
+    return paths_by_role
 
 
 def tests(op: str) -> list[str]:
     """Return the test files of the stem of `op`, or those of its family that name the op."""
     pattern = re.compile(rf"test_(lowered_)?{stem(op)}(_\w+)?\.py")
     files = [path for tree in TEST_TREES for path in sorted((ROOT / "tests" / tree).rglob("test_*.py"))]
-    found = [path for path in files if pattern.fullmatch(path.name)]
-    found = found or [path for path in files if path.parent.name == family(op) and op in path.read_text()]
-    return [str(path.relative_to(ROOT)) for path in found]
+    matches = [path for path in files if pattern.fullmatch(path.name)]
+    matches = matches or [path for path in files if path.parent.name == family(op) and op in path.read_text()]
+    return [str(path.relative_to(ROOT)) for path in matches]
 
 
 def variants(op: str) -> Sequence[tuple[str, str]]:
     """Return the kernel files that the launcher of `op` chooses between, and when it takes each."""
-    return next((found for ops, found in VARIANTS.items() if op in ops), ())
+    return next((choices for ops, choices in VARIANTS.items() if op in ops), ())
 
 
 def summary(op: str) -> str:
@@ -232,8 +232,8 @@ def section(ops: list[str]) -> list[str]:
 
 def implementations(op: str) -> str:
     """Return what can run `op`, in brackets."""
-    found = ["reference", *(name for name in ("lowering", "kernels") if name in files(op))]
-    return f"({', '.join(found)})".replace("kernels", "kernel")
+    names = ["reference", *(name for name in ("lowering", "kernels") if name in files(op))]
+    return f"({', '.join(names)})".replace("kernels", "kernel")
 
 
 def schema(op: str) -> str:
@@ -244,7 +244,7 @@ def schema(op: str) -> str:
 
 
 def label(op: str, path: str) -> str:
-    """Return a short label of a test file: its tree, and what its name adds to the stem of `op`."""
+    """Return a short label of a test file: its tree, and the rest of its name after the stem of `op`."""
     added = Path(path).stem.removeprefix("test_").removeprefix("lowered_").removeprefix(stem(op)).strip("_")
     lowered = " lowering" if "test_lowered_" in path else ""
     return f"{Path(path).parts[1]}{lowered}" + (f" ({added})" if added else "")
@@ -286,10 +286,10 @@ def kernels_page() -> str:
             entries.setdefault(files(op)["kernels"], []).append(f"`{op}`")
         lines += ["", f"## {name}", "", "| entry file | ops |", "|---|---|"]
         lines += [f"| {_link(entry)} | {', '.join(launched)} |" for entry, launched in entries.items()]
-        for group, found in VARIANTS.items():
+        for group, choices in VARIANTS.items():
             if family(group[0]) == name:
                 lines += ["", f"Variants of {', '.join(f'`{op}`' for op in group)}, in the order of the launcher:", ""]
-                lines += [f"- [{path}]({path}): {when}" for path, when in found]
+                lines += [f"- [{path}]({path}): {when}" for path, when in choices]
     return "\n".join(lines) + "\n"
 
 
@@ -319,19 +319,19 @@ def with_blocks(text: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Return the text that every page should have, by its path."""
-    found = {
+    generated = {
         ROOT / DOCS / "ops.md": ops_page(),
         ROOT / DOCS / "api.md": docs_api.api_page(),
         ROOT / DOCS / "options.md": docs_api.options_page(),
         ROOT / "kernels" / "README.md": kernels_page(),
     }
     written = [ROOT / "README.md", *sorted((ROOT / DOCS).rglob("*.md"))]
-    texts = {path: with_blocks(path.read_text()) for path in written if path not in found}
-    return found | {path: figures.with_figures(text, path) for path, text in texts.items()}
+    texts = {path: with_blocks(path.read_text()) for path in written if path not in generated}
+    return generated | {path: figures.with_figures(text, path) for path, text in texts.items()}
 
 
 def stale() -> dict[Path, str]:
-    """Return the pages that differ from what they should be, with that text."""
+    """Return the pages that are out of date, with the text that they should have."""
     return {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
 
 
@@ -344,17 +344,17 @@ def headline() -> list[list[str]]:
 def main(argv: list[str]) -> int:
     """Write stale pages and the README's chart; with `--check` name them and return 1 if there are any."""
     check = "--check" in argv
-    found = stale()
+    outdated = stale()
     drawn = chart.numbers(ROOT / chart.PICTURE) == headline()
     if not drawn:
         print(f"{'out of date: ' if check else 'drew '}{chart.PICTURE}")
         if not check:
             chart.draw(headline(), ROOT / chart.PICTURE)
-    for path, text in found.items():
+    for path, text in outdated.items():
         print(f"{'out of date: ' if check else 'wrote '}{path.relative_to(ROOT)}")
         if not check:
             path.write_text(text)
-    return int(check and (bool(found) or not drawn))
+    return int(check and (bool(outdated) or not drawn))
 
 
 if __name__ == "__main__":

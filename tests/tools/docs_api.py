@@ -46,7 +46,7 @@ def api_page() -> str:
     lines += [f"- [`{name}`](#{name.replace('.', '')}): {what}" for name, (what, _) in MODULES.items()]
     for name, (what, listed) in MODULES.items():
         module = importlib.import_module(_HOMES.get(name, name))
-        names = listed or [each for each in module.__all__ if each != "__version__"]
+        names = listed or [public_name for public_name in module.__all__ if public_name != "__version__"]
         lines += ["", f"## {name}", "", what]
         for public in sorted(names, key=str.lower):
             lines += ["", *_entry(public, getattr(module, public))]
@@ -58,17 +58,19 @@ def _entry(name: str, value: Any) -> Iterator[str]:
     yield ""
     if inspect.isclass(value) or inspect.isfunction(value):
         yield from ("```python", *_signature(name, value), "```", "", _first_paragraph(inspect.getdoc(value) or ""))
-        methods = [(each, member) for each, member in vars(value).items() if _is_public_method(value, each, member)]
+        methods = [
+            (method, member) for method, member in vars(value).items() if _is_public_method(value, method, member)
+        ]
         if methods:
             yield ""
-        for each, member in methods:
+        for method, member in methods:
             if isinstance(member, property):
-                yield f"- `{each}`: {_first_paragraph(inspect.getdoc(member.fget) or '')}"
+                yield f"- `{method}`: {_first_paragraph(inspect.getdoc(member.fget) or '')}"
             else:
-                function = inspect.unwrap(getattr(value, each))
-                yield f"- `{each}{_parameters(function)}`: {_first_paragraph(inspect.getdoc(function) or '')}"
-    elif isinstance(value, tuple | frozenset) and all(isinstance(each, str) for each in value):
-        yield f"{type(value).__name__}: {', '.join(f'`{each}`' for each in value)}"
+                function = inspect.unwrap(getattr(value, method))
+                yield f"- `{method}{_parameters(function)}`: {_first_paragraph(inspect.getdoc(function) or '')}"
+    elif isinstance(value, tuple | frozenset) and all(isinstance(item, str) for item in value):
+        yield f"{type(value).__name__}: {', '.join(f'`{item}`' for item in value)}"
     else:
         yield f"A `{type(value).__name__}`."
 
@@ -93,7 +95,7 @@ def _signature(name: str, value: Any) -> list[str]:
         parameters.append(_plain(str(parameter)))
     returned = signature.return_annotation
     after = "" if returned is signature.empty or inspect.isclass(value) else f" -> {_plain(str(returned))}"
-    return [f"{name}(", *(f"    {each}," for each in parameters), f"){after}"]
+    return [f"{name}(", *(f"    {parameter}," for parameter in parameters), f"){after}"]
 
 
 def _parameters(value: Any) -> str:

@@ -160,11 +160,13 @@ def stack(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     lines = [["weights", "implementation", f"batch {sizes[0]}", *map(str, sizes[1:])]]
     for weights, name in _WEIGHTS.items():
         for impl, label in ways.items():
-            found = [_find(rows["decode_step"], _STACK, impl=impl, weights=weights, tokens=tokens) for tokens in sizes]
-            timed = [row for row in found if row is not None]
+            measured = [
+                _find(rows["decode_step"], _STACK, impl=impl, weights=weights, tokens=tokens) for tokens in sizes
+            ]
+            timed = [row for row in measured if row is not None]
             if timed:
                 shown += timed
-                lines.append([name, label, *("" if row is None else _warm_cold(row, _ms) for row in found)])
+                lines.append([name, label, *("" if row is None else _warm_cold(row, _ms) for row in measured)])
     return lines, shown
 
 
@@ -172,17 +174,17 @@ def kernels(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of single kernels: warm, cold and floor, us, and a peer's warm times."""
     lines, shown = [["kernel", "tokens", "warm, us", "cold, us", "floor, us", "peer, warm, us"]], []
     for kernel in KERNELS:
-        found = [_one(rows[kernel.record], kernel.columns, impl="triton", tokens=n) for n in kernel.tokens]
+        ours = [_one(rows[kernel.record], kernel.columns, impl="triton", tokens=n) for n in kernel.tokens]
         label, impl = kernel.peer
         peers = [_find(rows[kernel.record], kernel.columns, impl=impl, tokens=n) for n in kernel.tokens]
-        shown += [*found, *(row for row in peers if row is not None)]
+        shown += [*ours, *(row for row in peers if row is not None)]
         # A peer that cannot run a size has no time there.
         theirs = " / ".join("-" if row is None or row["us"] is None else _us(row, "us") for row in peers)
         lines.append(
             [
                 kernel.label,
                 " / ".join(f"{n:,}" for n in kernel.tokens),
-                *(" / ".join(_us(row, column) for row in found) for column in ("us", "cold_us", "floor_us")),
+                *(" / ".join(_us(row, column) for row in ours) for column in ("us", "cold_us", "floor_us")),
                 f"{label} {theirs}" if any(peers) else "",
             ]
         )
@@ -227,31 +229,29 @@ def experts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     sizes = list(dict.fromkeys(row["tokens"] for row in shown))
     lines = [["weights", "implementation", *(f"{size} token{'s' * (size > 1)}" for size in sizes)]]
     for weights in dict.fromkeys(row["weights"] for row in shown):
-        own = [row for row in shown if row["weights"] == weights]
-        floors = {row["tokens"]: row for row in own}
+        of_weights = [row for row in shown if row["weights"] == weights]
+        floors = {row["tokens"]: row for row in of_weights}
         lines.append([weights, "floor", *(_us(floors[n], "floor_us") if n in floors else "-" for n in sizes)])
-        for impl in dict.fromkeys(row["impl"] for row in own):
-            found = [_find(own, {}, impl=impl, tokens=n) for n in sizes]
+        for impl in dict.fromkeys(row["impl"] for row in of_weights):
+            measured = [_find(of_weights, {}, impl=impl, tokens=n) for n in sizes]
             name = _OURS if impl == "triton" else f"`{impl}`"
-            lines.append([weights, name, *("-" if row is None else _cold(row) for row in found)])
+            lines.append([weights, name, *("-" if row is None else _cold(row) for row in measured)])
     return lines, shown
 
 
 def around(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of routers and hyper-connections: cold and floor, us, and transformers."""
     lines, shown = [["op", "tokens", f"{_OURS}, us", "floor, us", "transformers, us"]], []
-    for own in (rows["router"], rows["mhc"]):
-        for name in dict.fromkeys(_variant(row) for row in own):
-            mine = [row for row in own if _variant(row) == name]
+    for scenario_rows in (rows["router"], rows["mhc"]):
+        for name in dict.fromkeys(_variant(row) for row in scenario_rows):
+            mine = [row for row in scenario_rows if _variant(row) == name]
             sizes = list(dict.fromkeys(row["tokens"] for row in mine))
-            found, peers = (
-                [_find(mine, {}, impl=impl, tokens=n) for n in sizes] for impl in ("triton", "transformers")
-            )
+            ours, peers = ([_find(mine, {}, impl=impl, tokens=n) for n in sizes] for impl in ("triton", "transformers"))
             shown += mine
-            cells = [["-" if row is None else _cold(row) for row in each] for each in (found, peers)]
-            floors = [_us(row or peer or {}, "floor_us") for row, peer in zip(found, peers, strict=True)]
+            cells = [["-" if row is None else _cold(row) for row in timed] for timed in (ours, peers)]
+            floors = [_us(row or peer or {}, "floor_us") for row, peer in zip(ours, peers, strict=True)]
             lines.append(
-                [name, *(" / ".join(each) for each in ([f"{n:,}" for n in sizes], cells[0], floors, cells[1]))]
+                [name, *(" / ".join(cell) for cell in ([f"{n:,}" for n in sizes], cells[0], floors, cells[1]))]
             )
     return lines, shown
 
@@ -272,10 +272,10 @@ def soak(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     for row in rows["soak"]:
         groups.setdefault((row["test"], row["setup"]), []).append(row)
     lines = [["test", "setup", "steps", "passed"]]
-    for (test, setup), own in groups.items():
-        steps = sum(row.get("steps", 0) for row in own)
-        passed = sum(row["status"] == "ok" for row in own)
-        lines.append([test, setup, f"{steps:,}" if steps else "", f"{passed} of {len(own)} runs"])
+    for (test, setup), runs in groups.items():
+        steps = sum(row.get("steps", 0) for row in runs)
+        passed = sum(row["status"] == "ok" for row in runs)
+        lines.append([test, setup, f"{steps:,}" if steps else "", f"{passed} of {len(runs)} runs"])
     return lines, rows["soak"]
 
 
@@ -337,17 +337,17 @@ def with_figures(text: str, page: Path, results: Path = RESULTS) -> str:
 
 
 def block(name: str, page: Path, results: Path = RESULTS) -> str:
-    """Return the table `name` and the line with its sources, for `page`, to which links are relative."""
-    own = FIGURES[name]
-    paths = {each: results / RECORDS[each] for each in own.records}
+    """Return the table `name` and the line with its sources, with links relative to `page`."""
+    figure = FIGURES[name]
+    paths = {record: results / RECORDS[record] for record in figure.records}
     if not all(path.exists() for name, path in paths.items() if name in ONCE_MEASURED):
-        return f"Not measured yet: `{own.command}`."
-    records: dict[str, Record] = {each: json.loads(path.read_text()) for each, path in paths.items()}
-    lines, shown = own.render({each: record["rows"] for each, record in records.items()})
+        return f"Not measured yet: `{figure.command}`."
+    records: dict[str, Record] = {record_name: json.loads(path.read_text()) for record_name, path in paths.items()}
+    lines, shown = figure.render({record_name: record["rows"] for record_name, record in records.items()})
     table = [f"| {' | '.join(line)} |" for line in lines]
     table.insert(1, "|" + "---|" * len(lines[0]))
     links = [f"[{path.stem}]({Path(os.path.relpath(path, page.parent)).as_posix()})" for path in paths.values()]
-    return "\n".join([*table, "", _source(own.command, list(records.values()), shown, links)])
+    return "\n".join([*table, "", _source(figure.command, list(records.values()), shown, links)])
 
 
 def _source(command: str, records: Sequence[Record], rows: Iterable[Row], links: Sequence[str]) -> str:

@@ -21,11 +21,16 @@ def whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of V4-Flash on two GPUs: a step, what it reads, and its parts by kernel."""
     shown = [row for row in rows["tensor_parallel_h200"] if row["prompt"] == _PROMPT]
     head = ["batch", "step, ms", "tokens/s", "weights read by a rank, GB", "kernels"]
-    lines = [[*head, *(f"{part}, ms" for part in _PARTS), "first calls, s"]]
+    lines = [[*head, *(f"{name}, ms" for name in _PARTS), "first calls, s"]]
     for row in shown:
         took: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
         for name, _, us in row["kernels"]:
-            took[next((part for part, words in _PARTS.items() if any(word in name for word in words)), "rest")] += us
+            took[
+                next(
+                    (key for key, words in _PARTS.items() if any(word in name for word in words)),
+                    "rest",
+                )
+            ] += us
         speed = f"{row['batch'] * 1e3 / row['step_ms']:,.0f}"
         step = [str(row["batch"]), f"{row['step_ms']:.1f}", speed, f"{row['weights_gb']:.0f}", str(row["nodes"])]
         lines.append([*step, *(f"{us / 1e3:.1f}" for us in took.values()), f"{row['first_calls_s']:.0f}"])
@@ -33,7 +38,7 @@ def whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
 
 
 def steps(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
-    """Return lines and rows of the table of steps of V4-Flash on two GPUs, and of steps whose token the host reads."""
+    """Return lines and rows of the table of V4-Flash steps on two GPUs, with and without a token read by the host."""
     shown = rows["tensor_parallel_h200"]
     head = ["batch", "tokens in the cache", "step, ms", "step whose token the host reads, ms", "prefill, ms"]
     lines = [[*head, "weights read by a rank, GB", "kernels", "commit"]]
@@ -61,9 +66,9 @@ _STAGES: Mapping[str, tuple[str, str]] = {
     "wo_a": ("`wo_a`", "groups"),
     "wo_b": ("`wo_b`", "columns"),
 }
-"""Names of the stages of a layer, and what the ranks split them by."""
+"""Names of the stages of a layer, and the dim that ranks split them by."""
 _STAGES_TOKENS = 32
-"""Tokens of the layers whose stages are shown."""
+"""Tokens of the layers with stages in the table."""
 
 
 def rank_layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
@@ -73,9 +78,9 @@ def rank_layers(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Ro
     head = ["layer", "batch", *(f"{number} rank{'s' * (number > 1)}" for number in numbers)]
     lines = [[*head, f"share of 1 rank at {numbers[-1]}, warm / cold", f"floor at {numbers[-1]}"]]
     for layer, tokens in dict.fromkeys((row["layer"], row["tokens"]) for row in shown):
-        own = {row["ranks"]: row for row in shown if (row["layer"], row["tokens"]) == (layer, tokens)}
-        last = own.get(numbers[-1], {})
-        cells = [_pair(own.get(number, {}), ("us", "cold_us"), "{:.0f}") for number in numbers]
+        by_ranks = {row["ranks"]: row for row in shown if (row["layer"], row["tokens"]) == (layer, tokens)}
+        last = by_ranks.get(numbers[-1], {})
+        cells = [_pair(by_ranks.get(number, {}), ("us", "cold_us"), "{:.0f}") for number in numbers]
         floor = f"{last['floor_us']:.0f}" if "floor_us" in last else "-"
         lines.append([layer, str(tokens), *cells, _pair(last, ("of_one", "cold_of_one"), "{:.2f}"), floor])
     return lines, shown
@@ -87,10 +92,10 @@ def rank_stages(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Ro
     kinds, ends = list(dict.fromkeys(row["layer"] for row in shown)), (min, max)
     few, many = (end(row["ranks"] for row in shown) for end in ends)
     lines = [["stage", "split by", *(f"{kind}: {few} / {many} ranks" for kind in kinds)]]
-    own = {(row["layer"], row["ranks"]): row.get("details", {}).get("stages", {}) for row in shown}
+    stages = {(row["layer"], row["ranks"]): row.get("details", {}).get("stages", {}) for row in shown}
     for stage, names in _STAGES.items():
-        pairs = ([own.get((kind, number), {}).get(stage) for number in (few, many)] for kind in kinds)
-        cells = [[f"{each['us']:.1f}" if each else "-" for each in pair] if any(pair) else [] for pair in pairs]
+        pairs = ([stages.get((kind, number), {}).get(stage) for number in (few, many)] for kind in kinds)
+        cells = [[f"{times['us']:.1f}" if times else "-" for times in pair] if any(pair) else [] for pair in pairs]
         lines.append([*names, *map(" / ".join, cells)])
     return lines, shown
 
@@ -103,7 +108,7 @@ def _pair(row: Row, names: Sequence[str], form: str) -> str:
 
 
 def rank_whole(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
-    """Return lines and rows of the table of a step of a rank's part of all layers, beside its weight floor."""
+    """Return lines and rows of the table of a step of a rank's part of all layers, with its weight floor."""
     shown = rows["one_rank_whole"]
     head = ["layers", "ranks", "batch", "step, ms", "floor of its weights, ms", "weights read, GB"]
     head += ["step whose token the host reads, ms", "kernels", "graph launches", "other launches"]

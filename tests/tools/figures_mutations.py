@@ -21,12 +21,12 @@ def scores(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     areas, seeds = (dict.fromkeys(row[name] for row in rows["mutations"]) for name in ("area", "seed"))
     shown = [(area, [row for row in rows["mutations"] if row["area"] == area]) for area in areas]
     shown += [("all", [row for row in rows["mutations"] if row["seed"] == seed]) for seed in sorted(seeds)]
-    for area, found in [*shown, ("all", rows["mutations"])]:
-        left = [_state(each) for row in found for each in row["survivors"]]
-        changes, killed = (sum(row[name] for row in found) for name in ("changes", "killed"))
+    for area, area_rows in [*shown, ("all", rows["mutations"])]:
+        left = [_state(survivor) for row in area_rows for survivor in row["survivors"]]
+        changes, killed = (sum(row[name] for row in area_rows) for name in ("changes", "killed"))
         same, other, since, survive = (left.count(state) for state in (_SAME, _ELSEWHERE, _SINCE, ""))
-        of = ", ".join(str(seed) for seed in dict.fromkeys(row["seed"] for row in found))
-        shares = (f"{100 * part / (changes - same):.0f} %" for part in (killed, killed + other + since))
+        of = ", ".join(str(seed) for seed in dict.fromkeys(row["seed"] for row in area_rows))
+        shares = (f"{100 * count / (changes - same):.0f} %" for count in (killed, killed + other + since))
         lines.append([area, of, *map(str, (changes, same, killed, other, since, survive)), *shares])
     return lines, rows["mutations"]
 
@@ -35,9 +35,11 @@ def survivors(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]
     """Return lines and rows of the table of changes that no test noticed when they were first made."""
     lines = [["file", "change", "reason"]]
     for row in rows["mutations"]:
-        for each in row["survivors"]:
-            change = f"`{each['changed']}`".replace("|", "\\|")
-            lines.append([f"`{each['file'].removeprefix('dsv4_compile/')}`", change, _state(each) + each["reason"]])
+        for survivor in row["survivors"]:
+            change = f"`{survivor['changed']}`".replace("|", "\\|")
+            lines.append(
+                [f"`{survivor['file'].removeprefix('dsv4_compile/')}`", change, _state(survivor) + survivor["reason"]]
+            )
     return lines, rows["mutations"]
 
 

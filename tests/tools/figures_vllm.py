@@ -14,7 +14,7 @@ _OURS = "dsv4_compile"
 
 
 def rows(records: Tables) -> tuple[list[list[str]], list[Row]]:
-    """Return lines and rows of the table of rows of attention beside the layer alone: the worst error of each layer."""
+    """Return lines and rows of the table of attention rows against the layer alone: worst error of each layer."""
     shown = _of(records, "rows")
     lines = [["model", "`DSV4_VLLM`", "runs", "rows", "from prefixes", "worst row error by layer"]]
     for row in shown:
@@ -26,7 +26,7 @@ def rows(records: Tables) -> tuple[list[list[str]], list[Row]]:
 
 
 def shadow(records: Tables) -> tuple[list[list[str]], list[Row]]:
-    """Return lines and rows of the table of layers beside vLLM's own attention: row errors by kind of row."""
+    """Return lines and rows of the table of layers against vLLM's own attention: row errors by kind of row."""
     shown, kinds = _of(records, "shadow"), ("prefilled", "decoded", "selected")
     lines = [["layer", "ratio", "rows", "mean", *(f"{kind}, worst" for kind in kinds)]]
     for row in shown:
@@ -36,7 +36,7 @@ def shadow(records: Tables) -> tuple[list[list[str]], list[Row]]:
 
 
 def replays(records: Tables) -> tuple[list[list[str]], list[Row]]:
-    """Return lines and rows of the table of replays beside the compiled step: bits that differ, blocks written."""
+    """Return lines and rows of the table of replays against the compiled step: bits that differ, blocks written."""
     shown = _of(records, "replay")
     lines = [["model", "`DSV4_VLLM`", "replays", "graphs of", "rows", "padding", "rows with other bits"]]
     lines[0] += ["steps with other caches", "blocks written", "of no request"]

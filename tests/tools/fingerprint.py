@@ -6,7 +6,7 @@
 
 A fingerprint covers the launches of all calls of `fingerprint_calls.py`: the PTX or AMDGCN text without line
 information and symbol names, shared memory, launch options and grids. ptxas and the assembler are functions of that
-text and of their version, which the table names, so they are not run. `PYTHONPATH=CHECKOUT` fingerprints another
+text and of their version, which the table names, so they are not run. `PYTHONPATH=CHECKOUT` fingerprints a different
 checkout.
 """
 
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # behind PYTHONPATH, which may name another checkout
+sys.path.append(str(ROOT))  # behind PYTHONPATH, which may name a different checkout
 
 import torch  # noqa: E402
 import triton  # noqa: E402
@@ -129,7 +129,7 @@ class Plan:
         return [one.launch() for one in launched]
 
     def source(self, op: str) -> str:
-        """Return a hash of what Triton compiles for the calls of `op` on all targets, and of their launches."""
+        """Return a hash of the sources and launches of the calls of `op` on all targets."""
         launches = [
             (target, label, [(self._words[one.job], *one[1:]) for one in launched])
             for (of, target), calls in self.calls.items()
@@ -147,7 +147,7 @@ def _unsupported(op: str, args: tuple[Any, ...]) -> str:
 def _kernel_modules() -> list[ModuleType]:
     """Every module of kernels/, imported."""
     package = importlib.import_module("dsv4_compile.kernels")
-    names = [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    names = [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     for folder in package.__path__:
         # Folders without __init__ are not walked.
         files = sorted(Path(folder).rglob("*.py"))
@@ -186,7 +186,7 @@ _LOCALS = re.compile(
 
 
 def instructions(text: str, language: str) -> str:
-    """PTX or AMDGCN without comments, its functions and what inline PTX declares named in the order of appearance."""
+    """PTX or AMDGCN without comments, with functions and names of inline PTX numbered in the order of appearance."""
     text = re.sub(r"[ \t]+", " ", _COMMENTS[language].sub("", text))
     text = re.sub(r" ?\n[ \n]*", "\n", text)
     names = list(_FUNCTIONS[language].findall(text))
@@ -195,7 +195,7 @@ def instructions(text: str, language: str) -> str:
         # Parameters are named after their function.
         text = re.sub(rf"(?<![\w$.]){re.escape(name)}(?![A-Za-z0-9$])", number, text)
     if language == "ptx":
-        declared = (name for found in _LOCALS.findall(text) for group in found for name in re.split(r",\s*", group))
+        declared = (name for match in _LOCALS.findall(text) for group in match for name in re.split(r",\s*", group))
         locals_ = {name: f"local{number}" for number, name in enumerate(dict.fromkeys(filter(None, declared)))}
         if locals_:
             text = re.sub(
@@ -205,12 +205,12 @@ def instructions(text: str, language: str) -> str:
 
 
 FACTS = ("shared", "num_warps", "num_ctas", "launch_pdl", "launch_cooperative_grid", "enable_fp_fusion")
-"""What a launch takes from the compiler beside the code, and the option of ptxas."""
+"""Metadata that a launch takes from the compiler, and the option of ptxas."""
 
 
 @contextmanager
 def _text_only() -> Iterator[None]:
-    """Let Triton stop at the text of PTX or AMDGCN, in a cache of its own, because its binaries are empty."""
+    """Let Triton stop at the text of PTX or AMDGCN, in a separate cache, because its binaries are empty."""
     from triton.backends.amd import compiler as amd
     from triton.backends.nvidia import compiler as nvidia
 
@@ -240,7 +240,7 @@ def compiled(job: Job) -> Any:
 
 
 def code_of(job: Job) -> str:
-    """The text of a job's kernel and what a launch takes from it."""
+    """Return the text of a job's kernel, and the metadata for its launch."""
     kernel = compiled(job)
     language = "ptx" if "ptx" in kernel.asm else "amdgcn"
     facts = [f"{name}={getattr(kernel.metadata, name, None)}" for name in FACTS]
@@ -272,26 +272,26 @@ Detail = dict[str, dict[str, dict[str, list[str]]]]
 def detail(plan: Plan, processes: int = 1) -> Detail:
     """Every launch of a plan: its kernel, grid, cluster and the digest of its code."""
     codes = digests(plan.jobs, processes)
-    made: Detail = {}
+    details: Detail = {}
     for (op, target), calls in plan.calls.items():
-        made.setdefault(op, {})[target] = {
+        details.setdefault(op, {})[target] = {
             label: [
                 f"{plan.jobs[job].function.__name__} {grid} {cluster} {shared} {codes[job]}"
                 for job, grid, cluster, shared in launches
             ]
             for label, launches in calls.items()
         }
-    return made
+    return details
 
 
 def table_of(found: Detail) -> Table:
     """Return the fingerprints by target and op. Labels of calls and names of kernels do not count."""
-    made: Table = {target: {} for target in TARGETS}
+    table: Table = {target: {} for target in TARGETS}
     for op, targets in sorted(found.items()):
         for target, calls in targets.items():
             launches = {"; ".join(line.partition(" ")[2] for line in lines) for lines in calls.values()}
-            made[target][op] = digest(*sorted(launches))
-    return made
+            table[target][op] = digest(*sorted(launches))
+    return table
 
 
 TABLE = ROOT / "dsv4_compile" / "selection" / "fingerprints.json"
@@ -334,25 +334,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (%(default)s)")
     options = parser.parse_args(argv)
     if options.diff:
-        found = differences(*map(read, options.diff))
+        changed = differences(*map(read, options.diff))
     else:
         plan = Plan(options.ops or sorted(kernels.KERNELS), options.target or TARGETS)
         with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
             triton.knobs.cache.dir = folder
-            made = detail(plan, options.jobs)
+            details = detail(plan, options.jobs)
         if options.detail:
-            options.detail.write_text(json.dumps(made, indent=1))
-        table = table_of(made)
+            options.detail.write_text(json.dumps(details, indent=1))
+        table = table_of(details)
         if options.write and not options.target:
             known = json.loads(SOURCES.read_text()) if options.ops else {}
-            known |= {op: plan.source(op) for op in made}
+            known |= {op: plan.source(op) for op in details}
             SOURCES.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
         if options.write:
             write(TABLE, merged(read(TABLE), table) if options.ops or options.target else table)
-        old = {t: {op: f for op, f in ops.items() if op in made} for t, ops in read(TABLE).items() if t in table}
-        found = differences(old, {t: ops for t, ops in table.items() if ops})
-    print("\n".join(found) or "no difference")
-    return bool(found)
+        old = {t: {op: f for op, f in ops.items() if op in details} for t, ops in read(TABLE).items() if t in table}
+        changed = differences(old, {t: ops for t, ops in table.items() if ops})
+    print("\n".join(changed) or "no difference")
+    return bool(changed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Calls whose kernels are fingerprinted: the samples of each op, and sizes of the models that reach its other variants.
+"""Calls for fingerprints of kernels: the samples of each op, and sizes of the models that reach its other variants.
 
 Nothing runs: only shapes, strides, dtypes and alignment count. Arguments are positional, in schema order. A change of
 these calls, or of the samples, changes fingerprints as an edit of a kernel does.
@@ -58,8 +58,8 @@ def register(calls: Callable[[], Calls]) -> Callable[[], Calls]:
 
 def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     """Return zeros; large tensors have any values, in memory that is not touched, since only their shapes count."""
-    made = torch.empty(shape, dtype=dtype)
-    return made if made.nbytes > LARGE else made.zero_()
+    tensor = torch.empty(shape, dtype=dtype)
+    return tensor if tensor.nbytes > LARGE else tensor.zero_()
 
 
 def ints(*shape: int) -> Tensor:
@@ -234,7 +234,7 @@ def sparse_mla_decode() -> Calls:
 
 @register
 def sparse_mla_decode_out() -> Calls:
-    """Yield calls whose results are slices of larger buffers."""
+    """Yield calls with slices of larger buffers as results."""
     for tokens, heads in ((1, 64), (128, 64), (600, 64), (4, 16)):
         out, lse = zeros(tokens, heads + 8, D)[:, :heads], zeros(tokens, heads + 8, dtype=F32)[:, :heads]
         yield f"{tokens} tokens, {heads} heads", (out, lse, *_decode(tokens, heads, 512, True))

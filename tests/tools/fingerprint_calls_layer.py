@@ -1,4 +1,4 @@
-"""Calls whose kernels are fingerprinted, continued: before and after attention, and hyper-connections."""
+"""Calls for fingerprints of kernels, continued: before and after attention, and hyper-connections."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def compress_norm_rope_insert() -> Calls:
 
 
 def _preprocess(tokens: int, ratio: int = 0, keys: str = "", latent: int = FLASH.latent) -> Args:
-    """Return a layer's preprocessing, with a compressor and with an indexer whose keys have the format `keys`."""
+    """Return a layer's preprocessing, with a compressor and with an indexer with keys of the format `keys`."""
     qr, kv = zeros(tokens, latent + D, dtype=F32).split((latent, D), dim=1)
     args: Args = (qr, kv, zeros(latent), zeros(D), longs(tokens), rope(), ints(tokens), EPS, "fp8_ds_mla")
     args += cache(), longs(tokens), 64

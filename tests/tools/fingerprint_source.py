@@ -20,7 +20,7 @@ from dsv4_compile.testing.fake_triton import triton_driver
 
 DIGITS = 16
 OURS = ("dsv4_compile", "tests.")
-"""Modules whose sources count."""
+"""Prefixes of modules with sources that count."""
 
 
 def digest(*parts: Any) -> str:
@@ -41,7 +41,7 @@ def _own_text(value: Any) -> tuple[str, list[str]]:
 
 
 class _Known(NamedTuple):
-    """A hash of sources, and what they named by then: scope, name and value."""
+    """A hash of sources, and their globals at that time: scope, name and value."""
 
     source: str
     named: list[tuple[dict[str, Any], str, Any]]
@@ -51,7 +51,7 @@ _KNOWN: dict[Any, _Known] = {}
 
 
 def source_of(function: Any) -> str:
-    """Return a hash of the source of a function, Triton's or another, and of all that it names now.
+    """Return a hash of the source of a function, of Triton or Python, and of all that it names now.
 
     Comments and docstrings do not count.
     """
@@ -80,9 +80,17 @@ def _read(function: Any) -> _Known:
         text, names = _own_text(value)
         words.append(f"{name} {text}")
         scope = vars(sys.modules[python.__module__])
-        own = inspect.getclosurevars(python).nonlocals if inspect.isfunction(python) else {}
-        named += [(scope, each, scope[each]) for each in names if each in scope and each not in own]
-        waiting += [(each, own[each] if each in own else scope[each]) for each in names if each in scope or each in own]
+        captured = inspect.getclosurevars(python).nonlocals if inspect.isfunction(python) else {}
+        named += [
+            (scope, global_name, scope[global_name])
+            for global_name in names
+            if global_name in scope and global_name not in captured
+        ]
+        waiting += [
+            (used, captured[used] if used in captured else scope[used])
+            for used in names
+            if used in scope or used in captured
+        ]
     return _Known(digest(*sorted(words)), named)
 
 
@@ -93,7 +101,7 @@ def _binder(function: Any, target: GPUTarget) -> Any:
 
 
 def specialized(function: Any, values: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, str]:
-    """Return what Triton compiles for beside sources: the types and constants of a launch, and its options."""
+    """Return the types and constants of a launch, and its options: Triton compiles for them."""
     bind = _binder(function, triton_driver.active.get_current_target())
     _, specialization, chosen = bind(*values, debug=False, instrumentation_mode="", **options)
     return str(specialization), str(sorted(chosen.items()))

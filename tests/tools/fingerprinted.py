@@ -15,16 +15,16 @@ from tests.tools import fingerprint
 
 
 def ops_of(*families: str) -> list[str]:
-    """Return the ops whose kernels lie in `families`."""
+    """Return the ops with kernels in `families`."""
     return [op for op, home in KERNELS.items() if home.split(".")[0] in families]
 
 
 def assert_is_as_in_the_table(op: str, folder: Path) -> None:
-    """Fail if a kernel of `op` does not compile, or compiles to what the table does not say.
+    """Fail if a kernel of `op` does not compile, or its code differs from the table.
 
-    The text of PTX and AMDGCN is a function of the sources and of Triton's version, so another version compiles only,
-    and the sources that the table was compiled from are not compiled again. `folder` holds what this process has
-    compiled: ops share kernels.
+    The text of PTX and AMDGCN is a function of the sources and of Triton's version, so a different version compiles
+    only, and the sources that the table was compiled from are not compiled again. `folder` holds the kernels that this
+    process has compiled: ops share them.
     """
     plan = fingerprint.Plan([op])
     same = json.loads(fingerprint.TABLE.read_text())["triton"] == triton.__version__
@@ -32,12 +32,12 @@ def assert_is_as_in_the_table(op: str, folder: Path) -> None:
         return
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(folder)
-        found = fingerprint.table_of(fingerprint.detail(plan))
+        compiled_table = fingerprint.table_of(fingerprint.detail(plan))
     table = fingerprint.read(fingerprint.TABLE)
     if not same:
         return
     committed = {target: {op: ops[op]} for target, ops in table.items() if op in ops}
-    assert fingerprint.differences(committed, found) == [], (
+    assert fingerprint.differences(committed, compiled_table) == [], (
         f"the machine code has changed. If that is meant: python tests/tools/fingerprint.py --write {op}, and `auto` "
         "uses the kernel again after python tests/gpu/prove.py on a GPU"
     )

@@ -1,8 +1,9 @@
 """Run the tests that compare bits under several instruction sets: `make test-isa`.
 
 Which order a library sums in, and which function it takes for the rest of a vector, follows from the CPU. A level
-limits MKL, oneDNN, ATen, the code that Inductor generates and this package's C++ kernels to what an older CPU has; one
-more replaces GEMMs by some whose bits depend on their sizes. A level that this CPU lacks is skipped with a line.
+limits MKL, oneDNN, ATen, the code that Inductor generates and this package's C++ kernels to the instructions of an
+older CPU; one more replaces GEMMs by ones with bits that depend on their sizes. A level that this CPU lacks is skipped
+with a line.
 
 MKL takes the paths of its fast kernels on Intel CPUs alone. On others the levels let it see one, so that they run what
 a reader with such a CPU runs.
@@ -113,7 +114,7 @@ def intel_for_mkl(folder: Path) -> Path | None:
 def run(level: Level, files: tuple[str, ...], jobs: int, preload: Path | None, arguments: list[str]) -> int:
     """Run the tests of `files` at a level; return pytest's exit status."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **level.environment}
-    # Inductor's cache would return code of another level: its key does not have ATEN_CPU_CAPABILITY.
+    # Inductor's cache would return code of a different level: its key does not have ATEN_CPU_CAPABILITY.
     cache = Path(tempfile.gettempdir(), f"dsv4_isa_{os.getuid()}_{level.name}")
     cache.mkdir(mode=0o700, exist_ok=True)
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)

@@ -3,7 +3,7 @@
 A kernel with few tokens takes as long as the loads it waits for one after the other, half a microsecond or more each.
 Instructions issue in order: one that waits for a load delays all after it, other loads too. `ptxas` chooses the order,
 and the scoreboards: a load names one of six, and an instruction waits until all that it names are clear. So it may wait
-for a load whose registers it does not need, such as one before a loop with the same scoreboard. `taken` therefore
+for a load without needing its registers, such as one before a loop with the same scoreboard. `taken` therefore
 follows scoreboards, `needed` registers.
 
 SASS is followed forwards through its branches. A load takes one round, other instructions no time; a loop runs once.
@@ -34,7 +34,7 @@ class MemoryRounds(NamedTuple):
     Attributes:
         taken: loads that are waited for one after the other on the longest path.
         needed: rounds that their addresses make necessary.
-        late: source lines, "file.py:12", of loads that wait for others whose results they do not need.
+        late: source lines, "file.py:12", of loads that wait for others without needing their results.
     """
 
     taken: int

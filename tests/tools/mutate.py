@@ -7,7 +7,7 @@ that import it, then those of its area, or where the area has families, of its f
 pages' last: they show schemas. Of tests of kernels, those in the interpreter run before those that compile. What is not
 executed is not changed: annotations, texts, `TYPE_CHECKING` blocks. A change counts as killed, and is shown, if tests
 take longer than the time limit that pass in half of it without the change. The record keeps a row of each area and
-seed, in which a person writes the reason of each survivor, and whether the changed source is equivalent or a test
+seed, where a person writes the reason of each survivor, and whether the changed source is equivalent or a test
 elsewhere that was not run fails; --again runs those that are not equivalent once more.
 """
 
@@ -44,11 +44,11 @@ AREAS = {
 MARKED = {"kernels": "interpreted"}
 """The mark of the tests that run first for an area: in Triton's interpreter, nothing is compiled."""
 UNLIKELY = ("RemoveDecorator", "ExceptionReplacer")
-"""Operators whose changes fail at import, or where only an error is raised otherwise."""
+"""Operators with changes that fail at import, or only where an error is raised."""
 PAGES = "tests/docs"
 """Tests of the pages, which are made of the source."""
 ELSEWHERE = ("gpu", "vllm")
-"""Folders of tests that run on a GPU, or in another environment."""
+"""Folders of tests that run on a GPU, or in a different environment."""
 NO_TESTS = 5
 """Exit status of pytest where no test has the mark."""
 
@@ -98,13 +98,13 @@ def changes_of(area: str, root: Path, name: str) -> Iterator[Change]:
     source = (root / name).read_text(encoding="utf-8")
     lines, tree = executed_lines(source), get_ast(source)
     for kind in operator_names():
-        if any(each in kind for each in UNLIKELY):
+        if any(word in kind for word in UNLIKELY):
             continue
         operator = get_operator(kind)
         if operator.arguments():
             continue
-        made = operator()
-        places = (start for node in ast_nodes(tree) for start, _ in made.mutation_positions(node))
+        instance = operator()
+        places = (start for node in ast_nodes(tree) for start, _ in instance.mutation_positions(node))
         for occurrence, (line, _) in enumerate(places):
             if line in lines:
                 yield Change(area, name, line, kind, occurrence)
@@ -117,22 +117,22 @@ def sample(area: str, count: int, seed: int, root: Path = ROOT) -> list[Change]:
     lines = [(file, line) for file in files for line in sorted(executed_lines(file.read_text(encoding="utf-8")))]
     rng.shuffle(lines)
     known: dict[Path, list[Change]] = {}
-    found: list[Change] = []
+    drawn: list[Change] = []
     for file, line in lines:
-        if len(found) == count:
+        if len(drawn) == count:
             break
         if file not in known:  # to look for all changes of a file takes a second
             known[file] = list(changes_of(area, root, str(file.relative_to(root))))
         if changes := [change for change in known[file] if change.line == line]:
-            found.append(rng.choice(changes))
-    return found
+            drawn.append(rng.choice(changes))
+    return drawn
 
 
 def tests_of(change: Change, copy: Path) -> list[list[str]]:
     """Return the tests of a change's file, of files that import it, of other areas that do, of its family or area.
 
-    Each is a list of paths for one run, which may be empty. Tests that all families share, beside their folders, follow
-    those of the family, and the pages' are last.
+    Each is a list of paths for one run, which may be empty. Tests outside of the folders of families follow those of
+    the family, and the pages' are last.
     """
     source, tests = (copy / name for name in AREAS[change.area])
     path = Path(change.file)
@@ -143,7 +143,7 @@ def tests_of(change: Change, copy: Path) -> list[list[str]]:
     def of(name: str) -> set[Path]:
         return set(tests.rglob(f"test_{name}*.py"))
 
-    own = of(stem)
+    of_file = of(stem)
     near = {test for test in tests.rglob("test_*.py") if imports.search(test.read_text(encoding="utf-8"))}
     for file in source.rglob("*.py"):
         if imports.search(file.read_text(encoding="utf-8")):
@@ -154,9 +154,9 @@ def tests_of(change: Change, copy: Path) -> list[list[str]]:
         if test.relative_to(copy / "tests").parts[0] not in ELSEWHERE
         and by_name.search(test.read_text(encoding="utf-8"))
     }
-    shared = set(tests.glob("test_*.py")) - own - near - others
-    whole = [{family}, shared] if family.is_dir() else [{tests}]
-    runs = [own, near - own, others - near - own, *whole, {copy / PAGES}]
+    shared = set(tests.glob("test_*.py")) - of_file - near - others
+    area_runs = [{family}, shared] if family.is_dir() else [{tests}]
+    runs = [of_file, near - of_file, others - near - of_file, *area_runs, {copy / PAGES}]
     return [sorted(str(path.relative_to(copy)) for path in run) for run in runs]
 
 
@@ -169,7 +169,7 @@ def changed_by(change: Change, source: str) -> str:
 
 
 class Runner:
-    """Runs tests in copies of a checkout, of which each must pass without a change.
+    """Runs tests in copies of a checkout; each must pass without a change.
 
     Args:
         python: the interpreter.
@@ -264,18 +264,18 @@ def recorded(area: str, survivor: dict[str, Any], root: Path) -> Change | None:
 
 def with_row(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return rows, sorted by area, with one that replaces that of its area and seed."""
-    kept = [each for each in rows if (each["area"], each["seed"]) != (row["area"], row["seed"])]
-    return sorted([*kept, row], key=lambda each: ([*AREAS].index(each["area"]), each["seed"]))
+    others = [other for other in rows if (other["area"], other["seed"]) != (row["area"], row["seed"])]
+    return sorted([*others, row], key=lambda each: ([*AREAS].index(each["area"]), each["seed"]))
 
 
 def copies(count: int, folder: Path) -> list[Path]:
     """Return copies of the last commit: a checkout that someone works in may import what git does not know."""
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
-    made = [folder / str(number) for number in range(count)]
-    for copy in made:
+    folders = [folder / str(number) for number in range(count)]
+    for copy in folders:
         copy.mkdir(parents=True)
         subprocess.run(["tar", "-x", "-C", str(copy)], input=archive, check=True)
-    return made
+    return folders
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -302,9 +302,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = False
     runner = Runner(args.python, args.seconds)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        root, *made = copies(1 + args.jobs, Path(folder))
+        root, *checkouts = copies(1 + args.jobs, Path(folder))
         free: SimpleQueue[Path] = SimpleQueue()
-        for copy in made:
+        for copy in checkouts:
             free.put(copy)
 
         def outcome(change: Change) -> bool:
@@ -321,18 +321,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         for area in args.areas.split(","):
             rows = [row for row in record["rows"] if row["area"] == area]
             if args.again:
-                left = [(row, each) for row in rows for each in row["survivors"] if not each["equivalent"]]
-                found = [(row, each, recorded(area, each, root)) for row, each in left]
-                asked_again = [(row, each, change) for row, each, change in found if change is not None]
+                left = [(row, survivor) for row in rows for survivor in row["survivors"] if not survivor["equivalent"]]
+                matched = [(row, survivor, recorded(area, survivor, root)) for row, survivor in left]
+                asked_again = [(row, survivor, change) for row, survivor, change in matched if change is not None]
                 failed |= len(asked_again) < len(left)  # their lines have changed since: draw those rows again
                 outcomes = pool.map(outcome, [change for *_, change in asked_again])
-                for (row, each, change), survived in zip(asked_again, outcomes, strict=True):
-                    each.pop("killed_at", None)
+                for (row, known_survivor, change), survived in zip(asked_again, outcomes, strict=True):
+                    known_survivor.pop("killed_at", None)
                     if survived:
-                        failed |= not each["reason"]
-                        print(f"survived: {change.file}:{change.line}  {each['changed']}", file=sys.stderr, flush=True)
+                        failed |= not known_survivor["reason"]
+                        print(
+                            f"survived: {change.file}:{change.line}  {known_survivor['changed']}",
+                            file=sys.stderr,
+                            flush=True,
+                        )
                     else:
-                        each["killed_at"] = commit
+                        known_survivor["killed_at"] = commit
                     write(row)
                 continue
             began, changes = time.monotonic(), sample(area, args.count, args.seed, root)
@@ -345,10 +349,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if survived:
                     source = (root / change.file).read_text(encoding="utf-8")
                     changed, was = line_of(changed_by(change, source), change), line_of(source, change)
-                    kept = known.get((change.file, changed), {})
+                    before = known.get((change.file, changed), {})
                     survivor = {"file": change.file, "line": change.line, "was": was, "changed": changed}
-                    survivor |= {name: kept.get(name, False) for name in ("equivalent", "elsewhere")}
-                    survivor["reason"] = kept.get("reason", "")
+                    survivor |= {name: before.get(name, False) for name in ("equivalent", "elsewhere")}
+                    survivor["reason"] = before.get("reason", "")
                     failed |= not survivor["reason"]
                     row["survivors"].append(survivor)
                     print(f"survived: {change.file}:{change.line}  {changed}", file=sys.stderr, flush=True)

@@ -107,7 +107,7 @@ def hits(path: Path) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Print the rates beside their limits, and with paths every hit in them; return 1 if a limit is exceeded."""
+    """Print the rates and their limits, and with paths every hit in them; return 1 if a limit is exceeded."""
     if argv:
         paths = [path for name in argv for path in ([Path(name)] if name.endswith(".py") else Path(name).rglob("*.py"))]
         lines = [line for path in sorted(paths) for line in hits(path.resolve())]

@@ -39,7 +39,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Return what makes a module of `TEXT`, in which parts may be replaced."""
+    """Return a function that makes a module of `TEXT` with a replacement."""
 
     def make(old: str = "", new: str = "") -> Any:
         number = len(list(tmp_path.glob("*.py")))

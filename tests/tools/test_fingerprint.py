@@ -1,4 +1,4 @@
-"""The committed table of fingerprints: it has every kernel, and what counts in a fingerprint. See test_fingerprints."""
+"""The committed table of fingerprints: it has every kernel, and only code counts. See test_fingerprints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_table_has_every_kernel_on_every_target() -> None:
     assert table.keys() == TARGETS.keys()
     for target, ops in table.items():
         assert sorted(ops) == sorted(KERNELS), f"{target}: python tests/tools/fingerprint.py --write OP"
-        assert all(len(found) == DIGITS for found in ops.values())
+        assert all(len(value) == DIGITS for value in ops.values())
 
 
 def test_comments_and_names_do_not_count_and_instructions_do() -> None:
@@ -89,8 +89,8 @@ def kernel(p):
         return source_of(module.kernel)
 
     changes = [("returns", "gives"), ("  # a comment", ""), ("x + STEP", "x - STEP"), ("(3)", "(4)"), ("p,", "p + 1,")]
-    whole, *changed = (source(i, text.replace(*change)) for i, change in enumerate([("", ""), *changes]))
-    assert [one == whole for one in changed] == [True, True, False, False, False]
+    unchanged, *changed = (source(i, text.replace(*change)) for i, change in enumerate([("", ""), *changes]))
+    assert [one == unchanged for one in changed] == [True, True, False, False, False]
 
 
 def test_sources_of_the_table_are_those_of_its_kernels() -> None:

@@ -18,7 +18,7 @@ def test_bits_are_equal_as_on_another_cpu(level: str) -> None:
     command = [sys.executable, isa.__file__, "--sample", "--level", level]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    skipped = isa.why_skipped(next(each for each in isa.LEVELS if each.name == level), isa.cpu()[1])
+    skipped = isa.why_skipped(next(candidate for candidate in isa.LEVELS if candidate.name == level), isa.cpu()[1])
     assert f"{level}: {'skipped, ' + skipped if skipped else 'passed'}" in done.stdout
     assert skipped or f"CPU capability {CAPABILITIES[level]}," in done.stdout
 

@@ -19,8 +19,8 @@ def source_line(line: str, number: int) -> SourceLine:
     match = re.match(r"(.*?)(?: <((?: \d)+))?(?: > (\d))?$", line)
     assert match is not None
     text, waits, sets = match.groups(default="")
-    place = f"kernel.py:{number}"
-    return SourceLine(text, place, int(sets) if sets else None, tuple(int(number) for number in waits.split()))
+    location = f"kernel.py:{number}"
+    return SourceLine(text, location, int(sets) if sets else None, tuple(int(number) for number in waits.split()))
 
 
 LOAD = "LDG.E R{}, desc[UR4][R{}.64] > {}".format
@@ -33,7 +33,7 @@ LATE = "LDG.E R{}, desc[UR4][R{}.64] < {} > {}".format
         ([], 0, 0),
         (["IADD3 R0, R1, R2, RZ", "STG.E desc[UR4][R2.64], R0"], 0, 0),
         ([LOAD(0, 2, 0), LOAD(1, 4, 1)], 1, 1),
-        # An address that is loaded; one of whose two registers one is.
+        # An address that is loaded; one with one loaded register of two.
         ([LOAD(4, 2, 0), "IMAD.WIDE R6, R4, 0x4, R8 < 0", LOAD(0, 6, 0)], 2, 2),
         ([LOAD(5, 2, 0), LATE(0, 4, 0, 1)], 2, 2),
         (["LDG.E.128 R4, desc[UR4][R2.64] > 0", "IADD3 R6, P0, R7, R10, RZ < 0", LOAD(0, 6, 1)], 2, 2),
@@ -54,7 +54,7 @@ def test_a_waiting_instruction_delays_later_loads_that_need_not_wait() -> None:
     first, used, second = LOAD(0, 2, 0), "FMUL R1, R0, R0 < 0", LOAD(4, 6, 1)
     assert rounds(first, second, used) == (1, 1, ())
     assert rounds(first, used, second) == (2, 1, ("kernel.py:2",))
-    # In the place of what is still being loaded; and to be stored.
+    # Written over a register that is still being loaded; and to be stored.
     assert rounds(first, "MOV R0, RZ < 0", second) == (2, 1, ("kernel.py:2",))
     assert rounds(first, "STG.E desc[UR4][R6.64], R0 < 0", second) == (2, 1, ("kernel.py:2",))
 
@@ -64,7 +64,7 @@ def test_a_scoreboard_is_waited_for_without_a_register_of_the_load_that_has_set_
     first, second = LOAD(0, 2, 5), LATE(4, 6, 5, 5)
     assert rounds(first, ".L_x_0:", second, "@P0 BRA (.L_x_0)") == (2, 1, ("kernel.py:2",))
     assert rounds(first, ".L_x_0:", LOAD(4, 6, 5), "@P0 BRA (.L_x_0)") == (1, 1, ())
-    # An instruction that has nothing to do with what is loaded; another scoreboard; none.
+    # An instruction independent of the load; a different scoreboard; none.
     assert rounds(first, "MOV R8, RZ < 1 5", LOAD(4, 6, 0)) == (2, 1, ("kernel.py:2",))
     assert rounds(first, "MOV R8, RZ < 0 1", LOAD(4, 6, 0)) == (1, 1, ())
     assert rounds(first, "MOV R8, RZ", LOAD(4, 6, 0)) == (1, 1, ())

@@ -31,8 +31,8 @@ SOURCE = """
 def test_lines_that_run_are_changed_and_no_others() -> None:
     text = textwrap.dedent(SOURCE)
     lines = text.splitlines()
-    found = [lines[line - 1].strip() for line in sorted(mutate.executed_lines(text))]
-    assert found == ["LIMIT: int = 4", "if x is None:", "return None", "return 2 * x"]
+    lines_run = [lines[line - 1].strip() for line in sorted(mutate.executed_lines(text))]
+    assert lines_run == ["LIMIT: int = 4", "if x is None:", "return None", "return 2 * x"]
 
 
 @pytest.mark.parametrize("area", mutate.AREAS)
@@ -43,9 +43,9 @@ def test_areas_have_sources_and_tests(area: str) -> None:
 
 def test_tests_of_the_file_run_before_those_of_files_that_import_it_and_of_its_area() -> None:
     change = mutate.Change("hf", "dsv4_compile/hf/entry.py", 1, "core/AddNot", 0)
-    own, near, others, area, pages = mutate.tests_of(change, mutate.ROOT)
-    assert own == ["tests/hf/test_entry.py"] and area == ["tests/hf"] and pages == ["tests/docs"] and not others
-    assert "tests/hf/test_running.py" in near and not set(own) & set(near)
+    of_file, near, others, area, pages = mutate.tests_of(change, mutate.ROOT)
+    assert of_file == ["tests/hf/test_entry.py"] and area == ["tests/hf"] and pages == ["tests/docs"] and not others
+    assert "tests/hf/test_running.py" in near and not set(of_file) & set(near)
     nothing = change._replace(file="dsv4_compile/hf/nothing.py")
     assert mutate.tests_of(nothing, mutate.ROOT) == [[], [], [], ["tests/hf"], ["tests/docs"]]
     warm_up = mutate.Change("runtime", "dsv4_compile/runtime/warmup.py", 1, "core/AddNot", 0)
@@ -108,8 +108,8 @@ def test_a_test_that_fails_without_a_change_is_an_error(checkout: Path, changed:
 
 def test_a_row_replaces_that_of_its_area_and_seed_alone() -> None:
     rows = [{"area": area, "seed": seed, "killed": 1} for area, seed in (("hf", 2), ("reference", 1), ("hf", 1))]
-    found = mutate.with_row(rows, {"area": "hf", "seed": 1, "killed": 2})
-    assert [(row["area"], row["seed"], row["killed"]) for row in found] == [
+    replaced = mutate.with_row(rows, {"area": "hf", "seed": 1, "killed": 2})
+    assert [(row["area"], row["seed"], row["killed"]) for row in replaced] == [
         ("reference", 1, 1),
         ("hf", 1, 2),
         ("hf", 2, 1),

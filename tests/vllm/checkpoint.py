@@ -143,9 +143,9 @@ class Weights:
         self.tensors |= {"hc_head_base": self.normal(streams), "hc_head_scale": torch.ones(1)}
         for i in range(c["num_hidden_layers"]):
             prefix = f"layers.{i}."
-            for part in ("attn", "ffn"):
-                self.norm(f"{prefix}{part}_norm.weight", hidden)
-                self.hyper_connection(f"{prefix}hc_{part}")
+            for block in ("attn", "ffn"):
+                self.norm(f"{prefix}{block}_norm.weight", hidden)
+                self.hyper_connection(f"{prefix}hc_{block}")
             self.attention(f"{prefix}attn.", c["compress_ratios"][i])
             self.experts(f"{prefix}ffn.", hashed=i < c["num_hash_layers"])
         return self.tensors
@@ -215,7 +215,7 @@ def write_quantised(folder: Path, dequantised: bool, **changes: Any) -> Path:
     config = CONFIG | QUANTISED | changes
     if dequantised:
         parts = ("experts", "shared_experts.gate_up_proj", "shared_experts.down_proj")
-        left_out = [f"model.layers.{i}.ffn.{part}" for i in range(config["num_hidden_layers"]) for part in parts]
+        left_out = [f"model.layers.{i}.ffn.{name}" for i in range(config["num_hidden_layers"]) for name in parts]
         config |= {"quantization_config": config["quantization_config"] | {"ignored_layers": left_out}}
     return write_weights(folder, QuantisedWeights(config, dequantised))
 

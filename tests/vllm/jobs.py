@@ -1,4 +1,4 @@
-"""Jobs for `serve.py`: what is served and recorded, each in a process of its own."""
+"""Jobs for `serve.py`: requests to serve and records of them, each job in a separate process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NEAR_TIE = 0.2
 
 @dataclass
 class Job:
-    """Work of one process: what it serves.
+    """The requests that one process serves.
 
     lengths: of random prompts, served together first. shared: prompts that begin as an earlier one, `(which, tokens)`,
     served after them. record: compare every row of attention. breaks: block tables to break, one after the other, while
     prompts of `break_lengths` are served. rebind: bind other caches and serve again. workers: in their own processes.
-    plugin: the value of DSV4_VLLM. parts: compare what surrounds attention with vLLM's own. padding: add rows that are
-    no tokens to each step, up to a multiple of so many. together: serve `shared` with the others, not after them.
-    ranks: of tensor parallel, in processes of their own, which all record. margins: return by how much each token is
+    plugin: the value of DSV4_VLLM. parts: compare the modules around attention with vLLM's own. padding: add rows that
+    are no tokens to each step, up to a multiple of so many. together: serve `shared` with the others, not after them.
+    ranks: of tensor parallel, in separate processes, which all record. margins: return by how much each token is
     more probable than the next one.
     """
 
@@ -64,7 +64,7 @@ class Job:
         return dict(json.loads((folder / "result.json").read_text()))
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Return the environment of the process; what vLLM keeps for later ones is beside `folder`.
+        """Return the environment of the process; the caches of vLLM for later ones are next to `folder`.
 
         With decoder layers of this package, no kernel of vLLM for this model is called, so none is defined.
         """
@@ -117,7 +117,7 @@ def common_rows(ours: dict[str, Any], theirs: dict[str, Any]) -> int:
 
 
 def same_until_near_ties(got: dict[str, Any], want: dict[str, Any]) -> None:
-    """Assert that tokens differ, if at all, from a token on whose probability is nearly that of another."""
+    """Assert that tokens differ, if at all, from a token on that is nearly as probable as a second one."""
     for ours, theirs, margins in zip(got["tokens"], want["tokens"], want["margins"], strict=True):
         first = next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
         assert first is None or margins[first] <= NEAR_TIE, (first, margins[first])

@@ -1,4 +1,4 @@
-"""Router, experts and hyper-connections beside vLLM's own, on what vLLM's layers are called with in every step.
+"""Router, experts and hyper-connections against vLLM's own, on the arguments of vLLM's layers in every step.
 
 vLLM runs its own modules with the plug-in's attention (`DSV4_VLLM=1`), eagerly. This package's modules hold the same
 checkpoint, loaded by their own loader, and compute each call again.
@@ -21,7 +21,7 @@ NEAR = 2e-2
 
 
 class PartsModel(plugin.DeepseekV4Model):
-    """The plug-in's model with `LayerParts` beside each of vLLM's layers; `errors` has those of all rows, by part."""
+    """The plug-in's model with `LayerParts` next to each of vLLM's layers; `errors` has those of all rows, by part."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -31,17 +31,17 @@ class PartsModel(plugin.DeepseekV4Model):
         self.__dict__["beside"] = parts, LayerWeights(dict(enumerate(parts)))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        given = list(weights)
-        _ = list(self.beside[1].others(given))
-        return super().load_weights(given)
+        checkpoint = list(weights)
+        _ = list(self.beside[1].others(checkpoint))
+        return super().load_weights(checkpoint)
 
     def compare(self) -> None:
         """Compare every call from now on."""
         parts, weights = self.beside
         weights.finish()
-        for layer, own in zip(self.layers, parts, strict=True):
-            layer.ffn.forward = self.beside_experts(layer.ffn.forward, own)
-            layer.hc_pre = self.beside_pre(layer.hc_pre, layer, own)
+        for layer, layer_parts in zip(self.layers, parts, strict=True):
+            layer.ffn.forward = self.beside_experts(layer.ffn.forward, layer_parts)
+            layer.hc_pre = self.beside_pre(layer.hc_pre, layer, layer_parts)
             layer.hc_post = self.beside_post(layer.hc_post)
         self.hc_head_op.forward = self.beside_head(self.hc_head_op.forward)
 
@@ -65,8 +65,8 @@ class PartsModel(plugin.DeepseekV4Model):
             )
             _, *got = connection(x, None)
             y, post, comb = plain(x, fn, scale, base)
-            for part, ours, theirs in zip(("input", "post", "comb"), got, (norm(y.clone()), post, comb), strict=True):
-                self.record(part, ours, theirs)
+            for name, ours, theirs in zip(("input", "post", "comb"), got, (norm(y.clone()), post, comb), strict=True):
+                self.record(name, ours, theirs)
             return y, post, comb
 
         return pre
@@ -92,15 +92,15 @@ class PartsModel(plugin.DeepseekV4Model):
 
     def summary(self) -> dict[str, Any]:
         """Return the number of rows, the median and the worst of their errors, and how many are near, by part."""
-        errors = {part: torch.cat(rows).nan_to_num(torch.inf) for part, rows in self.errors.items()}
+        errors = {name: torch.cat(rows).nan_to_num(torch.inf) for name, rows in self.errors.items()}
         return {
-            part: {
+            name: {
                 "rows": rows.numel(),
                 "median": float(rows.median()),
                 "worst": float(rows.max()),
                 "near": int((rows <= NEAR).sum()),
             }
-            for part, rows in errors.items()
+            for name, rows in errors.items()
         }
 
 

@@ -1,4 +1,4 @@
-"""Attention of a served model beside the same layer on caches of its own: every row, whatever vLLM batched it with.
+"""Attention of a served model against the same layer on private caches: every row, whatever vLLM batched it with.
 
 While vLLM serves, each layer records the rows that it was called with and what it returned, inside the compiled graph
 too. Afterwards the layer runs each request again from its first token to its last in one step, on `PagedCaches` with
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass
 class Recording:
-    """Rows by request, in the order in which they were computed; `steps` holds the tokens of each step.
+    """Rows by request, in the order of their computation; `steps` holds the tokens of each step.
 
     padding: rows that are no tokens are added to each step, up to a multiple of so many, as CUDA graphs do.
     """
@@ -79,7 +79,7 @@ class Recording:
         def forward(**kwargs: Any) -> Any:
             positions = kwargs["positions"]
             more = -positions.shape[0] % self.padding
-            for name in ("input_ids", "positions"):  # those of a token, in the place of what graphs leave there
+            for name in ("input_ids", "positions"):  # those of a token, where graphs leave older values
                 kwargs[name] = torch.cat([kwargs[name], kwargs[name][-1:].expand(more)])
             out = plain(**kwargs)[: positions.shape[0]]
             self.add(runner, model, positions, out)
@@ -93,7 +93,7 @@ class Recording:
 
 
 class ModelWith(plugin.DeepseekV4Model):
-    """The plug-in's model with attention of another class, which `module` takes from its global `Attention`."""
+    """The plug-in's model with attention of a different class, which `module` takes from its global `Attention`."""
 
     attention_class: type[Attention] = Attention
     module: Any = plugin
@@ -119,7 +119,7 @@ class RecordingForCausalLM(plugin.DeepseekV4ForCausalLM):
 
 
 class RecordingWholeModel(ModelWith, whole_model.WholeModel):
-    """The plug-in's model with its own decoder layers, whose attention records."""
+    """The plug-in's model with its decoder layers and attention that records."""
 
     attention_class = RecordingAttention
     module = layers
@@ -192,7 +192,7 @@ def named(rows: dict[str, list[Row]], tokens: dict[str, list[int]]) -> dict[str,
 
 def outputs(rows: dict[str, list[Row]], tokens: dict[str, list[int]]) -> dict[tuple[int, ...], Tensor]:
     """Return the model's output for each row, by all tokens up to its own."""
-    return {tuple(tokens[n][: row.position + 1]): row.final for n, found in rows.items() for row in found}
+    return {tuple(tokens[n][: row.position + 1]): row.final for n, request_rows in rows.items() for row in request_rows}
 
 
 def relative(got: Tensor, want: Tensor) -> Tensor:
@@ -212,12 +212,12 @@ STEP = 701
 
 
 def whole(layer: Any, hidden: Tensor) -> Tensor:
-    """Run a layer on one request `[n, hidden_size]`, in steps of `STEP` tokens on caches of its own."""
+    """Run a layer on one request `[n, hidden_size]`, in steps of `STEP` tokens on private caches."""
     config, length = layer.config.with_layers(layer.ratio), hidden.shape[0]
     caches = PagedCaches(config, max_batch_size=1, max_seq_len=length, cache_format=layer.cache_format)
     done = []
     for rows in hidden.split(STEP):
-        end = sum(part.shape[0] for part in done) + rows.shape[0]
+        end = sum(rows_done.shape[0] for rows_done in done) + rows.shape[0]
         metadata = build_batch_metadata(
             query_start_loc=torch.tensor([0, rows.shape[0]], dtype=torch.int32),
             seq_lens=torch.tensor([end], dtype=torch.int32),

@@ -1,6 +1,6 @@
-"""Serve prompts through vLLM in this process, and write what came out: `python tests/vllm/serve.py JOB.json`.
+"""Serve prompts through vLLM in this process, and write the results: `python tests/vllm/serve.py JOB.json`.
 
-A program of its own, because vLLM's configuration, the compiler and the plug-in's registration belong to a process.
+A separate program, because vLLM's configuration, the compiler and the plug-in's registration belong to a process.
 `jobs.py` describes jobs, writes them and reads results.
 """
 
@@ -130,7 +130,7 @@ def serve(llm: Any, prompts: list[list[int]], job: dict[str, Any], broken: str) 
     with nullcontext() if recording is None else recording.of(runner, model):
         first = len(prompts) if job["together"] else len(job["lengths"])
         for batch in (prompts[:first], prompts[first:]):
-            # vLLM compiles a function of its own for log-probabilities.
+            # vLLM compiles a separate function for log-probabilities.
             outputs += generate(llm, batch, job["new_tokens"], 2 if job["margins"] else None) if batch else []
     served: dict[str, Any] = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
     served["sequences"] = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
@@ -172,8 +172,8 @@ def break_table(model: Any, kind: str) -> None:
     def load_table(number: int, table: Any) -> None:
         plain(buffers, number, table)
         if number in numbers:
-            own = buffers.table(number)
-            own[:, 1:] = own[:, :1].clone()
+            block_table = buffers.table(number)
+            block_table[:, 1:] = block_table[:, :1].clone()
 
     buffers.load_table = load_table if kind else plain.__get__(buffers)
 

@@ -1,4 +1,4 @@
-"""The plug-in in vLLM's configuration: on, off, in versions that it does not know, and what it does not support."""
+"""The plug-in in vLLM's configuration: on, off, in unknown versions, and with unsupported settings."""
 
 from __future__ import annotations
 
@@ -133,6 +133,8 @@ def test_every_name_of_vllm_exists() -> None:
 @pytest.mark.parametrize("name", ["attention", "caches", "layers", "model", "tensor_parallel", "whole_model"])
 def test_everything_public_is_documented(name: str) -> None:
     module = importlib.import_module(f"dsv4_compile.integrations.vllm.{name}")
-    own = [(n, v) for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"]
-    members = [(f"{n}.{m}", getattr(v, m)) for n, v in own if inspect.isclass(v) for m in vars(v) if m[0] != "_"]
-    assert module.__doc__ and [n for n, v in (*own, *members) if callable(v) and not inspect.getdoc(v)] == []
+    public = [
+        (n, v) for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"
+    ]
+    members = [(f"{n}.{m}", getattr(v, m)) for n, v in public if inspect.isclass(v) for m in vars(v) if m[0] != "_"]
+    assert module.__doc__ and [n for n, v in (*public, *members) if callable(v) and not inspect.getdoc(v)] == []

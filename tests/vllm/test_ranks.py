@@ -1,4 +1,4 @@
-"""DeepSeek-V4 on two ranks of vLLM's tensor parallel: rows beside whole layers, outputs beside one process.
+"""DeepSeek-V4 on two ranks of vLLM's tensor parallel: rows against unsharded layers, outputs against one process.
 
 Every token goes to all experts of the model, so no rounding chooses others.
 """

@@ -22,7 +22,7 @@ CHUNKED = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "enabl
 LENGTHS, SHARED = [5, 37, 300, 700], [(3, 600), (2, 260)]
 LAYERS_OF = {"window": (0, 1, 2, 3), "c4": (1, 3), "c4_state": (1, 3), "c128": (2,), "c128_state": (2,)}
 """Layers that read a kind of block table, in a model of layers with ratios 0, 4, 128 and 4. Others may be wrong too: a
-page that is written after vLLM has freed it may be another layer's."""
+page that is written after vLLM has freed it may belong to a different layer."""
 LAYERS_OF |= {"indexer": (1, 3), "indexer_state": (1, 3)}
 
 
@@ -114,7 +114,7 @@ def test_outputs_are_those_of_the_layers_of_vllm(whole: dict[str, Any], compiled
 def test_what_surrounds_attention_is_near_what_vllm_has_there(model: Path, folder: Path) -> None:
     job = Job({"enforce_eager": True, **CHUNKED}, LENGTHS, SHARED, record=False, parts=True)
     parts = job.run(model, folder / "parts")["parts"]
-    assert {name: part["rows"] // 1168 for name, part in parts.items()} == {
+    assert {name: errors["rows"] // 1168 for name, errors in parts.items()} == {
         "input": 8,
         "post": 8,
         "comb": 8,
@@ -123,10 +123,10 @@ def test_what_surrounds_attention_is_near_what_vllm_has_there(model: Path, folde
         "router and experts": 3,
         "head": 1,
     }
-    assert max(part["median"] for part in parts.values()) < EAGER_TOLERANCE * 2
+    assert max(errors["median"] for errors in parts.values()) < EAGER_TOLERANCE * 2
     routed = parts.pop("router and experts")
     assert routed["near"] >= 0.99 * routed["rows"], "others have two experts of nearly one score"
-    assert max(part["worst"] for part in parts.values()) < 2e-2
+    assert max(errors["worst"] for errors in parts.values()) < 2e-2
 
 
 def test_experts_in_four_bits_are_those_of_their_values(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Logits of the model inside vLLM beside those of transformers in float32, from the same checkpoint.
+"""Logits of the model inside vLLM against those of transformers in float32, from the same checkpoint.
 
 vLLM's caches are e4m3, those of transformers are not: how far such caches take logits, `hf.convert` shows. Every token
 goes to all experts of the model, so no rounding chooses others.
@@ -36,10 +36,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(path: Path, converted: bool) -> Any:
     """Return transformers' own model in float32, or a converted one in bfloat16, with the weights of the checkpoint."""
     dtype, kv_cache_dtype = (torch.bfloat16, FORMAT) if converted else (torch.float32, "auto")
-    found = hf.load(path, device="cpu", dtype=dtype, max_batch_size=1, max_seq_len=512, kv_cache_dtype=kv_cache_dtype)
+    model = hf.load(path, device="cpu", dtype=dtype, max_batch_size=1, max_seq_len=512, kv_cache_dtype=kv_cache_dtype)
     if not converted:
-        hf.revert(found)
-    return found
+        hf.revert(model)
+    return model
 
 
 @torch.no_grad()
@@ -58,14 +58,16 @@ def test_logits_are_as_near_to_transformers_as_those_of_a_converted_model(
     outputs: dict[tuple[int, ...], Tensor] = torch.load(tmp_path / "served" / "final.pt")
     head = loaded(model, converted=True).lm_head.weight
     ours, converted, same = list[float](), list[float](), list[bool]()
-    whole = [tokens for tokens in outputs if not any(other[: len(tokens)] == tokens != other for other in outputs)]
-    for tokens in whole:
+    requests = [tokens for tokens in outputs if not any(other[: len(tokens)] == tokens != other for other in outputs)]
+    for tokens in requests:
         want = logits(model, tokens, converted=False)
         got = torch.stack([outputs[tokens[: i + 1]] for i in range(len(tokens))]) @ head.T
-        for found, rows in ((ours, got.float()), (converted, logits(model, tokens, converted=True))):
-            found += ((rows - want).norm(dim=-1) / want.norm(dim=-1)).tolist()
+        for errors, rows in ((ours, got.float()), (converted, logits(model, tokens, converted=True))):
+            errors += ((rows - want).norm(dim=-1) / want.norm(dim=-1)).tolist()
         same += (got.argmax(-1) == want.argmax(-1)).tolist()
-    assert len(whole) == len(LENGTHS) and len(ours) == served["rows"] == sum(LENGTHS) + len(LENGTHS) * (NEW_TOKENS - 1)
+    assert len(requests) == len(LENGTHS) and len(ours) == served["rows"] == sum(LENGTHS) + len(LENGTHS) * (
+        NEW_TOKENS - 1
+    )
     assert max(ours) <= WORST
     assert sum(ours) <= AS_FAR * sum(converted)
     assert sum(same) >= 0.9 * len(same), "of random weights, whose largest logits are near each other"

@@ -1,4 +1,4 @@
-"""Kernels of vLLM's CPU model in PyTorch, on a CPU for which vLLM has none: they need AVX512-BF16.
+"""Kernels of vLLM's CPU model in PyTorch, for CPUs that vLLM has none for: they need AVX512-BF16.
 
 Where vLLM has them, its routers alone are replaced, which do not take the few experts of the tests' models.
 
