@@ -1,6 +1,6 @@
-"""Find out why a function does not compile into one graph, fix it, and see what one replay of the graph contains.
+"""Find out why a function does not compile into one graph, fix it, and list the nodes of a replay.
 
-`slow_attention` breaks its graph four times. `explain` shows where, why and what to write instead; `fast_attention`
+`slow_attention` breaks its graph four times. `explain` shows where, why and a fix; `fast_attention`
 applies these fixes. `explain_replay` captures it, as a CUDA graph or on a CPU by its stand-in, and lists every node.
 Writes build/breaks.html and build/replay.html, to open in a browser.
 Runs on a CPU in seconds: python examples/03_finding_graph_breaks.py

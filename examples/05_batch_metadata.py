@@ -72,7 +72,7 @@ def choose_entries(metadata: AttentionMetadata) -> torch.Tensor:
 
 
 def base(metadata: AttentionMetadata) -> np.ndarray:
-    """Return an image `[T, MAX_LEN]` in which each token's past is grey."""
+    """Return an image `[T, MAX_LEN]` with each token's past in grey."""
     image = np.ones((BUCKET, MAX_LEN, 3))
     for row, (position, valid) in enumerate(zip(metadata.positions, metadata.is_valid_token, strict=True)):
         if valid:

@@ -38,10 +38,10 @@ def main() -> None:
 
     # The same random weights on every rank. A real model comes from DeepseekV4ForCausalLM.from_pretrained(path).
     model = tiny_model(num_attention_heads=8, o_groups=8).to(kind)
-    whole = dsv4_compile.hf.convert(copy.deepcopy(model), **SIZES)
+    unsharded = dsv4_compile.hf.convert(copy.deepcopy(model), **SIZES)
     dsv4_compile.hf.convert(model, **SIZES, mesh=mesh)
-    part, all_of_it = (sum(p.nbytes for p in each.parameters()) for each in (model, whole))
-    print(f"rank {rank} of {ranks} has {part / 2**20:.1f} of {all_of_it / 2**20:.1f} MiB", flush=True)
+    rank_bytes, all_bytes = (sum(p.nbytes for p in converted.parameters()) for converted in (model, unsharded))
+    print(f"rank {rank} of {ranks} has {rank_bytes / 2**20:.1f} of {all_bytes / 2**20:.1f} MiB", flush=True)
 
     if kind == "cuda" or "--compile" in sys.argv:
         graphs = {"dsv4.cudagraph": "full"} if kind == "cuda" else {}
@@ -54,7 +54,7 @@ def main() -> None:
         tokens = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
         if rank == 0:
             print(f"{what}: {time.perf_counter() - started:.1f} s")
-    expected = whole.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    expected = unsharded.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert torch.equal(tokens, expected), "the parts do not add up to the whole model"
     # The generator of rank 0 counts, so sampling needs no seed.
     sampled = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True)

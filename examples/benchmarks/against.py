@@ -2,9 +2,9 @@
 
 Times of one kernel differ by a tenth between processes, more than most changes gain. Here the `kernels` folders of
 other checkouts (`NAME=FOLDER` names one) are packages in one process, and CUDA graphs of all are replayed in turn,
-round by round. A row has the median of each scenario's `triton` implementation, and for others the share of rounds in
-which they were faster than ours. Others run with our layouts and references; `other_bytes` names those whose results
-differ. `--compile` only compiles, so that several processes can fill the cache before one measures.
+round by round. A row has the median of each scenario's `triton` implementation, and for others the share of rounds
+where they were faster than ours. Others run with our layouts and references; `other_bytes` names those with different
+results. `--compile` only compiles, so that several processes can fill the cache before one measures.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def package(name: str, folder: Path) -> str:
 
 def packages(others: Sequence[str]) -> dict[str, str]:
     """Return the packages of kernels by name, ours first."""
-    found = {OURS: f"{dsv4_compile.__name__}.kernels"}
+    names = {OURS: f"{dsv4_compile.__name__}.kernels"}
     for index, other in enumerate(others):
         name, _, folder = other.rpartition("=")
-        found[name or f"other{index or ''}"] = package(name or f"other{index or ''}", Path(folder).resolve())
-    return found
+        names[name or f"other{index or ''}"] = package(name or f"other{index or ''}", Path(folder).resolve())
+    return names
 
 
 def module(of: str, stem: str) -> ModuleType:
@@ -60,10 +60,10 @@ def module(of: str, stem: str) -> ModuleType:
 
 def launchers(op: str, of: dict[str, str]) -> dict[str, Callable[..., Any]]:
     """Return the launchers of `op` by name, as functions of the op's arguments."""
-    found = {name: getattr(module(each, KERNELS[op]), op) for name, each in of.items()}
+    calls = {name: getattr(module(package, KERNELS[op]), op) for name, package in of.items()}
     # A launcher of a wide op takes its arguments as one tuple, in an older checkout one by one.
-    wide = {name: len(inspect.getfullargspec(call).args) > 1 for name, call in found.items()}
-    return {name: call if wide[name] else packed(op, call) for name, call in found.items()}
+    wide = {name: len(inspect.getfullargspec(call).args) > 1 for name, call in calls.items()}
+    return {name: call if wide[name] else packed(op, call) for name, call in calls.items()}
 
 
 def graph_of(call: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:
@@ -86,18 +86,18 @@ def in_turn(calls: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[s
     for turn in range(rounds + 3):
         for name in list(graphs) if turn % 2 else reversed(graphs):
             times[name].append(replay_us(graphs[name]) / repeats)
-    first, *rest = (each[3:] for each in times.values())
-    found: dict[str, Any] = {f"{next(iter(calls))}_us": round(statistics.median(first), 3)}
-    for name, each in zip(list(calls)[1:], rest, strict=True):
-        faster = sum(x < y for x, y in zip(each, first, strict=True)) / rounds
-        found |= {f"{name}_us": round(statistics.median(each), 3), f"{name}_faster": round(faster, 2)}
-    return found
+    first, *rest = (us[3:] for us in times.values())
+    row: dict[str, Any] = {f"{next(iter(calls))}_us": round(statistics.median(first), 3)}
+    for name, us in zip(list(calls)[1:], rest, strict=True):
+        faster = sum(x < y for x, y in zip(us, first, strict=True)) / rounds
+        row |= {f"{name}_us": round(statistics.median(us), 3), f"{name}_faster": round(faster, 2)}
+    return row
 
 
 def same(a: Any, b: Any) -> bool:
     """Return whether two results have the same bytes."""
-    leaves = [[x for x in pytree.tree_leaves(each) if isinstance(x, Tensor)] for each in (a, b)]
-    bytes_of = [[x.contiguous().view(torch.uint8) for x in each] for each in leaves]
+    leaves = [[x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)] for result in (a, b)]
+    bytes_of = [[x.contiguous().view(torch.uint8) for x in tensors] for tensors in leaves]
     return all(torch.equal(x, y) for x, y in zip(*bytes_of, strict=True))
 
 
@@ -117,9 +117,9 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if options.compile:
                 continue
             other = [name for name, result in results.items() if not same(result, results[OURS])]
-            found = in_turn({name: partial(results_of, call, sets) for name, call in calls.items()}, options.rounds)
-            found = {name: round(x / len(sets), 3) if name.endswith("_us") else x for name, x in found.items()}
-            yield {"op": problem.op, **problem.params, "sets": len(sets), **found, "other_bytes": other}
+            times = in_turn({name: partial(results_of, call, sets) for name, call in calls.items()}, options.rounds)
+            times = {name: round(x / len(sets), 3) if name.endswith("_us") else x for name, x in times.items()}
+            yield {"op": problem.op, **problem.params, "sets": len(sets), **times, "other_bytes": other}
 
 
 def why_unsupported(options: argparse.Namespace) -> str:
@@ -152,11 +152,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("kernels run on GPUs")
     environment = record.environment(torch.device("cuda"))
-    kept = {"scenario": "against", **environment, "fingerprints": {}, "rows": []}
-    kept["command"] = " ".join(["python examples/benchmarks/against.py", *sys.argv[1:]])
+    contents = {"scenario": "against", **environment, "fingerprints": {}, "rows": []}
+    contents["command"] = " ".join(["python examples/benchmarks/against.py", *sys.argv[1:]])
     with torch.no_grad():
-        for row in record.collect(kept, rows(options), options.out):
-            kept["fingerprints"] |= record.fingerprints((row["op"],), environment["architecture"])
+        for row in record.collect(contents, rows(options), options.out):
+            contents["fingerprints"] |= record.fingerprints((row["op"],), environment["architecture"])
             print(*(f"{name}={value}" for name, value in row.items()), flush=True)
 
 

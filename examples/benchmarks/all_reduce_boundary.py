@@ -33,17 +33,17 @@ def forms_of(tokens: int, ranks: Ranks, device: torch.device) -> dict[str, Calla
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, generator=generator)
 
-    streams, part = randn(tokens, 4, DIM).bfloat16(), randn(tokens, DIM).bfloat16()
+    streams, output = randn(tokens, 4, DIM).bfloat16(), randn(tokens, DIM).bfloat16()
     post, comb = torch.sigmoid(randn(tokens, 4)), torch.softmax(randn(tokens, 4, 4), 1)
     mix = randn(24, 4 * DIM) / DIM**0.5, randn(24), randn(3), randn(DIM), 1e-6, 1e-6, 20
     name = ranks.name
     return {
-        "boundary": lambda: ops.dsv4.mhc_boundary(streams, part, post, comb, *mix),
-        "fused": lambda: ops.dsv4_collectives.all_reduce_mhc_boundary(streams, part, post, comb, *mix, name),
+        "boundary": lambda: ops.dsv4.mhc_boundary(streams, output, post, comb, *mix),
+        "fused": lambda: ops.dsv4_collectives.all_reduce_mhc_boundary(streams, output, post, comb, *mix, name),
         "symmetric": lambda: ops.dsv4.mhc_boundary(
-            streams, ops.dsv4_collectives.all_reduce(part, name), post, comb, *mix
+            streams, ops.dsv4_collectives.all_reduce(output, name), post, comb, *mix
         ),
-        "nccl": lambda: ops.dsv4.mhc_boundary(streams, functional_all_reduce(part, name), post, comb, *mix),
+        "nccl": lambda: ops.dsv4.mhc_boundary(streams, functional_all_reduce(output, name), post, comb, *mix),
     }
 
 
@@ -83,17 +83,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = (
         f"torchrun --nproc-per-node {ranks.size} examples/benchmarks/all_reduce_boundary.py --tokens {args.tokens}"
     )
-    found: dict[str, Any] = {"scenario": "all_reduce_boundary", **environment(device), "command": command, "rows": []}
+    contents: dict[str, Any] = {
+        "scenario": "all_reduce_boundary",
+        **environment(device),
+        "command": command,
+        "rows": [],
+    }
     for tokens in map(int, args.tokens.split(",")):
         forms = forms_of(tokens, ranks, device)
         row = {"ranks": ranks.size, "tokens": tokens} | {
             f"{name}_us": microseconds(call) for name, call in forms.items()
         }
-        found["rows"].append(row)
+        contents["rows"].append(row)
         if ranks.rank == 0:
             print(row, flush=True)
             if args.out:
-                write_json(found, args.out)
+                write_json(contents, args.out)
     torch.cuda.synchronize()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Time what surrounds attention: python examples/benchmarks/around_attention.py --out examples/results
+"""Time the modules around attention: python examples/benchmarks/around_attention.py --out examples/results
 
-Experts, routers and hyper-connections of V4-Flash beside their peers, one record for each scenario of `dsv4 bench`, in
+Experts, routers and hyper-connections of V4-Flash with their peers, one record for each scenario of `dsv4 bench`, in
 less than four minutes on a GPU: no problem is begun after --seconds. What is missing then is named, and the exit status
 is 1, as it is for a wrong or failed implementation.
 """
@@ -29,7 +29,7 @@ PARTS: Sequence[tuple[str, Any, Mapping[str, set[str]], float]] = (
 )
 """Scenarios, their modules, what is measured of each, and the share of the time after which no problem is begun."""
 FORMATS = ("bfloat16", "mxfp4", "interleaved", "e4m3")
-"""Formats of weights in the order in which they are measured: those that peers have come first."""
+"""Formats of weights in the order of measurement: those that peers have come first."""
 
 
 class InTime:
@@ -42,8 +42,8 @@ class InTime:
 
     def problems(self, device: torch.device, only: Only) -> Iterator[bench.Problem]:
         """Yield the problems of the scenario that can be begun in time."""
-        found = self.module.problems(device, only)
-        for problem in sorted(found, key=lambda each: FORMATS.index(each.params.get("weights", FORMATS[0]))):
+        problems = self.module.problems(device, only)
+        for problem in sorted(problems, key=lambda each: FORMATS.index(each.params.get("weights", FORMATS[0]))):
             if time.perf_counter() < self.deadline:
                 yield problem
             else:

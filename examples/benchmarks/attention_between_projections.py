@@ -1,10 +1,10 @@
 """Time decode attention between its projections: python examples/benchmarks/attention_between_projections.py
 
 Four consecutive layers in one CUDA graph: the projection of the latents, attention with prologue and epilogue fused,
-wo_a and wo_b, each with weights and caches of its own, so that a layer finds nothing of itself in the L2 cache. `us` is
-the time of a layer, and `adds_us` its difference to a layer without attention: with Hopper's decode kernel for many
-tokens (`many`) and the one for few tokens in its shapes, of which `once` take a row in one block of these heads and
-keys.
+wo_a and wo_b, each with separate weights and caches, so that the L2 cache holds no data of a layer when it starts. `us`
+is the time of a layer, and `adds_us` its difference to a layer without attention: with Hopper's decode kernel for many
+tokens (`many`) and the one for few tokens in its shapes; `once` are those that take a row in one block of these heads
+and keys.
 
 `--heads 8`, 16 or 32: each layer's shard under tensor parallelism, with a group of wo_a for every 8 heads, with the
 kernel for few heads (`few`), and proportionally more layers, so that the weights have the same size. Results must agree
@@ -59,15 +59,15 @@ class Layer:
     """Weights, caches and rows of slots of one layer."""
 
     def __init__(self, tokens: int, heads: int, keys: int, fp8: bool, seed: int) -> None:
-        made = scenario.fused_arguments("both", tokens, heads, CUDA, seed)
+        args = scenario.fused_arguments("both", tokens, heads, CUDA, seed)
         more, self.fp8 = keys - scenario.WINDOW, fp8
         self.heads, self.groups = heads, heads // GROUP_HEADS
-        window = PagedKeys(*made[1:5])
-        extra = PagedKeys(made[8], made[9][:, :more].contiguous(), made[10].clamp(max=more), made[11])
+        window = PagedKeys(*args[1:5])
+        extra = PagedKeys(args[8], args[9][:, :more].contiguous(), args[10].clamp(max=more), args[11])
         groups = (self.groups, GROUP_HEADS, False) if fp8 else ()
-        fused = FusedParts(*made[13:17], *groups)
-        self.call = DecodeCall(made[0], window, extra, scenario.CACHE, *made[6:8], fused=fused)
-        width = heads * made[0].shape[2]
+        fused = FusedParts(*args[13:17], *groups)
+        self.call = DecodeCall(args[0], window, extra, scenario.CACHE, *args[6:8], fused=fused)
+        width = heads * args[0].shape[2]
         self.weights = weight(width, LATENT, fp8), weight(self.groups * LATENT, width // self.groups, fp8)
         self.last = weight(HIDDEN, self.groups * LATENT, fp8)
 
@@ -115,9 +115,9 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     wrong = "" if kernel == "none" else scenario.differs(got, want, layout.ROPE_DIM, "lse_normed")
                     us = us_in_a_row(partial(run, layers, kernel, latent), 8) / len(layers)
                     without = us if kernel == "none" else without
-                    found = {"weights": weights, "heads": options.heads, "tokens": tokens, "keys": keys}
-                    found |= {"kernel": kernel}
-                    yield found | {"us": round(us, 2), "adds_us": round(us - without, 2), "differs": wrong}
+                    row = {"weights": weights, "heads": options.heads, "tokens": tokens, "keys": keys}
+                    row |= {"kernel": kernel}
+                    yield row | {"us": round(us, 2), "adds_us": round(us - without, 2), "differs": wrong}
 
 
 def main() -> None:

@@ -31,14 +31,14 @@ CUDA = torch.device("cuda")
 
 def arguments(fused: str, tokens: int, heads: int, keys: int, rows: int) -> tuple[Any, ...]:
     """Return the op's arguments; a token's window is the tokens before it."""
-    made = list(scenario.fused_arguments(fused, tokens, heads, CUDA, 0, pool=max(scenario.BLOCK, (rows - 1) * tokens)))
+    args = list(scenario.fused_arguments(fused, tokens, heads, CUDA, 0, pool=max(scenario.BLOCK, (rows - 1) * tokens)))
     generator = torch.Generator(CUDA).manual_seed(0)
-    made[1] = scenario.random_cache(tokens, generator)
-    made[2] = torch.arange(tokens, device=CUDA)[:, None] - torch.arange(scenario.WINDOW, device=CUDA)
-    made[2] = made[2].clamp(min=-1).int()
+    args[1] = scenario.random_cache(tokens, generator)
+    args[2] = torch.arange(tokens, device=CUDA)[:, None] - torch.arange(scenario.WINDOW, device=CUDA)
+    args[2] = args[2].clamp(min=-1).int()
     more = keys - scenario.WINDOW
-    made[9], made[10] = made[9][:, :more].contiguous(), made[10].clamp(max=more)
-    return tuple(made)
+    args[9], args[10] = args[9][:, :more].contiguous(), args[10].clamp(max=more)
+    return tuple(args)
 
 
 def calls(args: tuple[Any, ...]) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
@@ -68,10 +68,10 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     got, want = both["by rows"](), both["pages"]()
                     far = distance(got, want)
                     del got, want
-                    found = {"tokens": tokens, "keys": keys, "rows": count, "fused": fused}
+                    row = {"tokens": tokens, "keys": keys, "rows": count, "fused": fused}
                     for name, call in both.items():
-                        found[f"{name.replace(' ', '_')}_us"] = round(us_in_a_row(call, 4), 1)
-                    yield found | {"distance": round(far, 5)}
+                        row[f"{name.replace(' ', '_')}_us"] = round(us_in_a_row(call, 4), 1)
+                    yield row | {"distance": round(far, 5)}
 
 
 def main() -> None:

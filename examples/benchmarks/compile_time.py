@@ -1,9 +1,9 @@
 """Time the compilation of whole models: python examples/benchmarks/compile_time.py --out results
 
 V4-Flash's sizes with few routed experts and random weights in bfloat16, of some and of all layers. Each time is of a
-process of its own, from the first call of `generate` until the graphs of a prompt and of a step of one token have run
-and steps are captured: tracing, Inductor, Triton, ptxas and the captures, without importing torch and making weights.
-Cold: with empty folders for Inductor's and Triton's caches. Warm: once more with the same folders.
+separate process, from the first call of `generate` until the graphs of a prompt and of a step of one token have run and
+steps are captured: tracing, Inductor, Triton, ptxas and the captures, without importing torch and making weights. Cold:
+with empty folders for Inductor's and Triton's caches. Warm: once more with the same folders.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def measure(
 
     first, steps = seconds(1), seconds(1 + STEPS)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    found = {"prompt_s": first, "steps_s": steps, "compile_s": first + steps}
-    return {name: round(value, 2) for name, value in found.items()} | {"host_mib": memory}
+    times = {"prompt_s": first, "steps_s": steps, "compile_s": first + steps}
+    return {name: round(value, 2) for name, value in times.items()} | {"host_mib": memory}
 
 
 def record(layers: Sequence[int], device: torch.device, so_far: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Return cold and warm times of models of each number of `layers`; `so_far` gets the record after each process."""
     said = f"python examples/benchmarks/compile_time.py --layers {','.join(map(str, layers))} --device {device.type}"
-    found: dict[str, Any] = {"scenario": "compile_time", **environment(device), "command": said, "rows": []}
-    for each in layers:
+    contents: dict[str, Any] = {"scenario": "compile_time", **environment(device), "command": said, "rows": []}
+    for count in layers:
         with tempfile.TemporaryDirectory() as folder:
             env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-            command = [sys.executable, __file__, "--child", str(each), "--device", device.type]
+            command = [sys.executable, __file__, "--child", str(count), "--device", device.type]
             for cache in ("cold", "warm"):
                 done = subprocess.run(
                     command,
@@ -80,11 +80,11 @@ def record(layers: Sequence[int], device: torch.device, so_far: Callable[[dict[s
                 )
                 if done.returncode:
                     raise RuntimeError(done.stderr[-2000:])
-                row = {"layers": each, "cache": cache, **json.loads(done.stdout.splitlines()[-1])}
-                found["rows"].append({"date": found["date"], "commit": found["commit"], **row})
-                print(found["rows"][-1], file=sys.stderr, flush=True)
-                so_far(found)
-    return found
+                row = {"layers": count, "cache": cache, **json.loads(done.stdout.splitlines()[-1])}
+                contents["rows"].append({"date": contents["date"], "commit": contents["commit"], **row})
+                print(contents["rows"][-1], file=sys.stderr, flush=True)
+                so_far(contents)
+    return contents
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.out:
             write_json(found, args.out)
 
-    print(json.dumps(record([int(each) for each in args.layers.split(",")], device, write), indent=1))
+    print(json.dumps(record([int(count) for count in args.layers.split(",")], device, write), indent=1))
     return 0
 
 

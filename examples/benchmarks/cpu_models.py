@@ -1,8 +1,8 @@
 """Compare the demo's models with eager transformers on a CPU: python examples/benchmarks/cpu_models.py --out results
 
-Each model and number of threads has a process of its own. Times are medians of rounds in which both models run in
-turn; a decode step is the difference of a long and a short generation. Compile times are of a batch of 4, both graphs,
-with an empty cache folder and once more with the same; CPU seconds count the compiler's processes too.
+Each model and number of threads has a separate process. Times are medians of rounds with both models in turn; a decode
+step is the difference of a long and a short generation. Compile times are of a batch of 4, both graphs, with an empty
+cache folder and once more with the same; CPU seconds count the compiler's processes too.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ SECONDS = 3000
 def cpu_seconds() -> float:
     """Return the time that this process and those it waited for have computed."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in both)
+    return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
 def generate(model: Any, ids: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return the ids with `tokens` greedy new ones."""
     mask = torch.ones_like(ids)
-    found: torch.Tensor = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
-    return found
+    tokens_out: torch.Tensor = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+    return tokens_out
 
 
 def in_turn(calls: Sequence[Callable[[], float]], rounds: int) -> list[float]:
     """Return the median of each of `calls`, which return times, in ms."""
     times = [[call() * 1e3 for call in calls] for _ in range(rounds)]
-    return [round(statistics.median(each), 2) for each in zip(*times, strict=True)]
+    return [round(statistics.median(ms), 2) for ms in zip(*times, strict=True)]
 
 
 def seconds(model: Any, ids: torch.Tensor, tokens: int) -> float:
@@ -81,14 +81,14 @@ def measure(name: str, rounds: int, only_compile: bool) -> list[dict[str, Any]]:
         return rows
     for batch in BATCHES:
         for prompt in PROMPTS:
-            own = ids[:batch, :prompt]
-            same = torch.equal(generate(eager, own, STEPS), generate(model, own, STEPS))
-            both = [lambda m=m, own=own: seconds(m, own, 1) for m in (eager, model)]  # type: ignore[misc]
-            found = {"batch": batch, "prompt": prompt, "same_tokens": same}
-            rows.append(_row("prefill", in_turn(both, rounds), found))
-        own = ids[:batch, : PROMPTS[0]]
+            prompt_ids = ids[:batch, :prompt]
+            same = torch.equal(generate(eager, prompt_ids, STEPS), generate(model, prompt_ids, STEPS))
+            both = [lambda m=m, ids=prompt_ids: seconds(m, ids, 1) for m in (eager, model)]  # type: ignore[misc]
+            sizes = {"batch": batch, "prompt": prompt, "same_tokens": same}
+            rows.append(_row("prefill", in_turn(both, rounds), sizes))
+        prompt_ids = ids[:batch, : PROMPTS[0]]
         both = [
-            lambda m=m, own=own: (seconds(m, own, 2 + STEPS) - seconds(m, own, 2)) / STEPS  # type: ignore[misc]
+            lambda m=m, ids=prompt_ids: (seconds(m, ids, 2 + STEPS) - seconds(m, ids, 2)) / STEPS  # type: ignore[misc]
             for m in (eager, model)
         ]
         rows.append(_row("decode step", in_turn(both, rounds), {"batch": batch}))
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     said = f"python examples/benchmarks/cpu_models.py --models {args.models} --threads {args.threads}"
     record: dict[str, Any] = {"scenario": "cpu_models", **environment(torch.device("cpu")), "rows": []}
     record["command"] = f"{said} --rounds {args.rounds}"
-    record["load"] = [round(each, 1) for each in os.getloadavg()]
+    record["load"] = [round(load, 1) for load in os.getloadavg()]
     for name in args.models.split(","):
         for threads in args.threads.split(","):
             with tempfile.TemporaryDirectory() as folder:
@@ -136,9 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if done.returncode:
                         raise RuntimeError(done.stderr[-2000:])
                     for row in json.loads(done.stdout.splitlines()[-1]):
-                        own = {"cache": cache} if row["measured"] == "compile" else {}
+                        cache_column = {"cache": cache} if row["measured"] == "compile" else {}
                         stamp = {"date": record["date"], "commit": record["commit"]}
-                        record["rows"].append({"model": name, "threads": int(threads), **row, **own, **stamp})
+                        record["rows"].append({"model": name, "threads": int(threads), **row, **cache_column, **stamp})
                         print(record["rows"][-1], file=sys.stderr, flush=True)
                     if args.out:
                         write_json(record, args.out)

@@ -42,11 +42,11 @@ def report_of(layer: str, tokens: int, context: int, fp8: bool, layers: int, dev
 
 def wrong(report: ReplayReport) -> list[str]:
     """Return what a report lacks."""
-    found = [f"no source line: node {node.index} {node.name}" for node in report.nodes if not node.place.file]
-    found += [f"no time: node {node.index} {node.name}" for node in report.nodes if node.us is None]
+    reasons = [f"no source line: node {node.index} {node.name}" for node in report.nodes if not node.place.file]
+    reasons += [f"no time: node {node.index} {node.name}" for node in report.nodes if node.us is None]
     if report.us is None or report.replay_us is None or _far(report.us, report.replay_us):
-        found.append(f"nodes take {report.us} us together, a replay {report.replay_us} us")
-    return found + report.notes
+        reasons.append(f"nodes take {report.us} us together, a replay {report.replay_us} us")
+    return reasons + report.notes
 
 
 def _far(nodes_us: float, replay_us: float) -> bool:

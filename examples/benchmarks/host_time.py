@@ -2,10 +2,10 @@
 
 A tiny DeepSeek-V4 of transformers is converted, compiled and captured; on a CPU the stand-in captures. Each row is a
 number of layers, in us, medians: the whole call without the replay; in it the entry with the snapshot of the model and
-its cache (door), guards and what Dynamo does around the graph (guards), the captured graph's search for its entry and
+its cache (door), guards and Dynamo's work around the graph (guards), the captured graph's search for its entry and
 its copies (captured), and the rest. Replays are left out. With --replay they run, and on a GPU a call with a wait for
-the GPU is timed too; references of all ops are what they run, so they take longer than a model's. With --cold, 192 MB
-are written before each call, so that no cache holds what it visits, as after a wait for a GPU. With --unchanged, calls
+the GPU is timed too; they run references of all ops, so they take longer than a model's. With --cold, 192 MB
+are written before each call, so that no cache holds its memory, as after a wait for a GPU. With --unchanged, calls
 are in a block of `hf.unchanged`.
 """
 
@@ -61,8 +61,8 @@ def watch(watch_of: Stopwatch, skip: bool) -> None:
         capture = graphs.capture
 
         def captured(self: Any, *args: Any, capture: Any = capture) -> Any:
-            found = capture(self, *args)
-            return dataclasses.replace(found, replay=watch_of.wrap("replay", (lambda: None) if skip else found.replay))
+            entry = capture(self, *args)
+            return dataclasses.replace(entry, replay=watch_of.wrap("replay", (lambda: None) if skip else entry.replay))
 
         graphs.capture = captured  # type: ignore[method-assign,assignment]
     CapturedGraph.__call__ = watch_of.wrap("captured", CapturedGraph.__call__)  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ def measure(
             other += 1
             call()
     us = {name: stopwatch.us(name) for name in ("call", "door", "compiled", "captured", "replay")}
-    found = {
+    times = {
         "call": us["call"] - us["replay"],
         "door": us["door"],
         "guards": us["compiled"] - us["captured"],
@@ -108,8 +108,8 @@ def measure(
             call()
             torch.cuda.synchronize()
             waiting.append(time.perf_counter() - begin)
-        found["with_wait"] = statistics.median(waiting) * 1e6
-    return {name: round(value) for name, value in found.items()}
+        times["with_wait"] = statistics.median(waiting) * 1e6
+    return {name: round(value) for name, value in times.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for layers in map(int, args.layers.split(",")):
         stopwatch.seconds.clear()
         how = {"replay": args.replay, "cold": args.cold, "unchanged": args.unchanged}
-        found = measure(layers, torch.device(args.device), stopwatch, **how)
-        print({"layers": layers, **found}, flush=True)
+        row = measure(layers, torch.device(args.device), stopwatch, **how)
+        print({"layers": layers, **row}, flush=True)
         torch.compiler.reset()
     return 0
 

@@ -1,6 +1,6 @@
 """Measure the host time of eager calls with and without the launch cache: python examples/benchmarks/launch_cache.py
 
-One line of JSON per op: microseconds per call through `torch.ops.dsv4`, the median of rounds in which both take turns.
+One line of JSON per op: microseconds per call through `torch.ops.dsv4`, the median of rounds with both in turn.
 Without the cache, launcher and Triton run each time. The GPU runs after the host; the host waits for it between rounds.
 """
 
@@ -41,7 +41,7 @@ def problem(scenario: Any, tokens: int, only: dict[str, str]) -> Problem:
     """Return the first problem of a scenario with these columns."""
     limits = {name: {value} for name, value in only.items()}
     problems = scenario.problems(torch.device("cuda"), limits, tokens=(tokens,))
-    return next(each for each in problems if keep(limits, op=each.op, **each.params))
+    return next(candidate for candidate in problems if keep(limits, op=candidate.op, **candidate.params))
 
 
 class Uncached(LaunchCache):
@@ -73,8 +73,8 @@ def rows() -> Iterator[dict[str, Any]]:
         for _ in range(WARM_UP + ROUNDS):
             for name, cache in caches.items():
                 times[name].append(seconds(OPS[case.op], args, cache))
-        found = {f"{name}_us": round(statistics.median(each[WARM_UP:]) * 1e6, 1) for name, each in times.items()}
-        yield {"op": case.op, **case.params, **found, "unsupported": [*caches["cached"].unsupported.values()]}
+        columns = {f"{name}_us": round(statistics.median(us[WARM_UP:]) * 1e6, 1) for name, us in times.items()}
+        yield {"op": case.op, **case.params, **columns, "unsupported": [*caches["cached"].unsupported.values()]}
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Merge records of several runs into one: python examples/benchmarks/merge.py parts/*/decode_step.json --out results
 
-A long scenario is measured in parts, with `--only` and an `--out` of their own. Rows come in the order of the files,
+A long scenario is measured in parts, with `--only` and a separate `--out`. Rows come in the order of the files,
 each with the date and commit of its run; a row of a later file replaces an earlier one of the same op, sizes and
 implementation. Records of compile times and soak runs can be merged too.
 """
@@ -21,10 +21,10 @@ from dsv4_compile.selection import measured
 
 def _record(path: Path) -> dict[str, Any]:
     """Return the record in a file; ValueError if the file holds something else."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or "rows" not in found:
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(contents, dict) or "rows" not in contents:
         raise ValueError("it has no rows")
-    return found
+    return contents
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tune", action="store_true", help="tune from the merged record, like dsv4 bench --tune")
     args = parser.parse_args(argv)
     parts = []
-    for part in args.parts:
+    for source in args.parts:
         try:
-            parts.append(_record(part))
+            parts.append(_record(source))
         except (OSError, ValueError) as fault:
-            parser.error(f"{part} is no record: {fault}")
+            parser.error(f"{source} is no record: {fault}")
     merged = bench.merge(parts)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.name or merged['scenario']}.json"

@@ -1,11 +1,11 @@
-"""Time what one rank of a split V4-Flash does in a decode step, on one GPU, without the collectives:
+"""Time the work of one rank of a split V4-Flash in a decode step, on one GPU, without the collectives:
 python examples/benchmarks/one_rank.py
 
-The other ranks do not exist: torch's fake process group, whose collectives return at once. Weights are random, in the
+The other ranks do not exist: torch's fake process group returns from collectives at once. Weights are random, in the
 official formats, and only this rank's part of them is allocated. Part "attention" times a layer of each kind at each
 number of ranks, as `dsv4 bench decode_step` does, and gives its share of the time on one rank. Part "whole" times a
-step of all layers, one graph launch, beside the time to read the weights that it needs. With both parts, each has a
-process and a record of its own.
+step of all layers, one graph launch, and gives the time to read its weights. With both parts, each has a separate
+process and record.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EXCLUDED = "excluded: torch's fake process group, whose all-reduces return at on
 TINY = DeepseekV4Config(
     hidden_size=128, num_heads=8, q_lora_rank=128, o_groups=8, o_lora_rank=128, index_n_heads=2, index_topk=16
 )
-"""A layer for a CPU, of which eight ranks have whole blocks of quantisation."""
+"""A layer for a CPU that eight ranks split into whole blocks of quantisation."""
 MOST = {"SWA": 0.55, "HCA": 0.65, "CSA": 0.75}
 """Largest share of the time on one rank that a layer of each kind should take on `AT[0]` ranks with `AT[1]` tokens."""
 AT = (8, 32)
@@ -56,7 +56,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Attention:
-    """Scenario for `bench.run`: layers of which one rank of each number of `ranks` has its part."""
+    """Scenario for `bench.run`: the shards of layers on one rank, for each number of `ranks`."""
 
     ranks: Sequence[int]
     context: int
@@ -72,7 +72,7 @@ class Attention:
 
 
 def show(title: str, lines: Sequence[Sequence[str]]) -> None:
-    """Print a table, whose first line is its head."""
+    """Print a table with its head in the first line."""
     print("\n".join([title, *align(lines)]))
 
 
@@ -89,13 +89,15 @@ def shares(rows: Sequence[Row]) -> None:
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each row that `MOST` bounds."""
-    found = []
+    sentences = []
     for row in rows:
         if (row["ranks"], row["tokens"]) == AT and "of_one" in row:
             share, most = row["of_one"], MOST[row["layer"]]
             said = "within" if share <= most else "above"
-            found.append(f"{row['layer']}, {AT[0]} ranks, batch {AT[1]}: {share:.2f} of one rank, {said} {most:.2f}")
-    return found
+            sentences.append(
+                f"{row['layer']}, {AT[0]} ranks, batch {AT[1]}: {share:.2f} of one rank, {said} {most:.2f}"
+            )
+    return sentences
 
 
 def attention(args: argparse.Namespace, device: torch.device, command: str) -> int:
@@ -160,7 +162,7 @@ def whole(args: argparse.Namespace, device: torch.device, command: str) -> int:
             row["weights_gb"] = weights_read(model.config, batch, nbytes)
             row["floor_ms"] = round(row["weights_gb"] * 1e12 / rate, 3)
             record["rows"].append(row)
-            print({name: each for name, each in row.items() if name != "kernels"}, file=sys.stderr, flush=True)
+            print({name: value for name, value in row.items() if name != "kernels"}, file=sys.stderr, flush=True)
             if args.out:
                 write_json(record, args.out)
     lines = [["batch", "step, ms", "floor of weights, ms", "weights read, GB", "kernels", "graph launches"]]
@@ -213,10 +215,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = args.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there is {', '.join(PARTS)}")
-    given = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     if len(parts) > 1:
-        # The last option of a name counts. The weights of a whole rank leave no memory for what another part has left.
-        calls = [[sys.executable, __file__, *given, "--parts", part] for part in parts]
+        # The last option of a name counts. The weights of a whole rank leave no memory for leftovers of the other part.
+        calls = [[sys.executable, __file__, *words, "--parts", name] for name in parts]
         statuses = [subprocess.run(call, check=False).returncode for call in calls]
         return int(any(statuses))
     quiet_libraries()

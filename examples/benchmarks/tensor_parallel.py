@@ -1,12 +1,12 @@
 """Time a DeepSeek-V4 of real dimensions that is split over GPUs, and compare its tokens with those of one GPU:
 torchrun --nproc-per-node 2 examples/benchmarks/tensor_parallel.py
 
-Layers of V4-Flash with random weights, in official formats (e4m3 linears, MXFP4 experts) or bfloat16, of which a rank
-allocates its part alone; compiled and captured. For each batch, and for one sequence of each context: ms of a prefill,
-of a captured step by successive calls and by calls whose token the host reads, host time between two steps, kernels of
-a step and the share of collectives. First, a smaller model is generated with by all ranks together and by each alone:
-logits and tokens are compared, and the ranks' bits. Last, `generate` of unequal prompts, and the ranks' bits of many
-steps.
+Layers of V4-Flash with random weights, in official formats (e4m3 linears, MXFP4 experts) or bfloat16; a rank allocates
+its part alone. The model is compiled and captured. For each batch, and for one sequence of each context: ms of a
+prefill, of a captured step by successive calls and by calls with their token read by the host, host time between two
+steps, kernels of a step and the share of collectives. First, a smaller model is generated with by all ranks together
+and by each alone: logits and tokens are compared, and the ranks' bits. Last, `generate` of unequal prompts, and the
+ranks' bits of many steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def compare_with_one(args: argparse.Namespace, mesh: Any, device: torch.device) 
     config = configuration(3, args.tiny, **experts)
     model: Any = random_model(config, device)
     sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 256, "attention_only": False}
-    whole = hf.convert(copy.deepcopy(model), **sizes)
+    unsharded = hf.convert(copy.deepcopy(model), **sizes)
     hf.convert(model, **sizes, mesh=mesh, expert_layout=args.experts, collectives=args.collectives)
     mask = (torch.arange(100, device=device) >= 100 - torch.arange(5, 105, 13, device=device)[:8, None]).long()
     ids = torch.randint(1, config.vocab_size, mask.shape, generator=torch.Generator().manual_seed(0)).to(device)
@@ -56,10 +56,10 @@ def compare_with_one(args: argparse.Namespace, mesh: Any, device: torch.device) 
         model.compile(fullgraph=True, backend="dsv4", options=captures(device))
     options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     ours, theirs = (
-        each.generate(ids, attention_mask=mask, max_new_tokens=args.compared, **options) for each in (model, whole)
+        form.generate(ids, attention_mask=mask, max_new_tokens=args.compared, **options) for form in (model, unsharded)
     )
-    logits, wanted = (torch.stack(each.logits, 1).float() for each in (ours, theirs))
-    tokens, expected = (each.sequences[:, ids.shape[1] :] for each in (ours, theirs))
+    logits, wanted = (torch.stack(output.logits, 1).float() for output in (ours, theirs))
+    tokens, expected = (output.sequences[:, ids.shape[1] :] for output in (ours, theirs))
     alike = (tokens == expected).long().cumprod(1)
     # Up to the first token that differs, both have had the same input.
     seen = torch.nn.functional.pad(alike, (1, 0), value=1)[:, :-1].bool()
@@ -87,11 +87,11 @@ def measure(model: Any, cache: Any, batch: int, prompt: int, device: torch.devic
 
     def prefill() -> None:
         cache.reset()
-        for part in ids.split(chunk, 1):
-            mask = torch.ones_like(part)
-            for each in (part, mask):
-                hf.mark_dynamic_tokens(each)
-            model(part, attention_mask=mask, **options)
+        for piece in ids.split(chunk, 1):
+            mask = torch.ones_like(piece)
+            for tensor in (piece, mask):
+                hf.mark_dynamic_tokens(tensor)
+            model(piece, attention_mask=mask, **options)
 
     def step() -> Any:
         return model(one, attention_mask=torch.ones_like(one), **options)
@@ -119,8 +119,8 @@ def generate(model: Any, cache: Any, tokens: int, ranks: Ranks, device: torch.de
     for new in (2, 2, 2, tokens, 2, tokens):  # the last of each are warm: a third call may capture
         cache.reset()
         begin = time.perf_counter()
-        found = model.generate(ids, past_key_values=cache, max_new_tokens=new, min_new_tokens=new, **options)
-        checksum = int((found.cpu() * torch.arange(1, found.numel() + 1).view_as(found)).sum())
+        generated = model.generate(ids, past_key_values=cache, max_new_tokens=new, min_new_tokens=new, **options)
+        checksum = int((generated.cpu() * torch.arange(1, generated.numel() + 1).view_as(generated)).sum())
         times[new] = time.perf_counter() - begin
     return {
         "prompts": [int(length) for length in lengths],
@@ -138,8 +138,8 @@ def digest_of_steps(model: Any, cache: Any, steps: int, device: torch.device) ->
     options: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     with torch.no_grad():
         for _ in range(steps):
-            found = model(token, attention_mask=torch.ones_like(token), **options)
-            logits = found.logits[:, -1].float()
+            out = model(token, attention_mask=torch.ones_like(token), **options)
+            logits = out.logits[:, -1].float()
             digest = digest * 31 + logits.view(torch.int32).sum(dtype=torch.int64)
             token = logits.argmax(-1, keepdim=True)
     return int(digest)
@@ -172,32 +172,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = f"torchrun --nproc-per-node {mesh.size()} examples/benchmarks/tensor_parallel.py --layers {args.layers}"
     command += f" --batches {args.batches} --prompt {args.prompt} --weights {args.weights} --experts {args.experts}"
     command += f" --collectives {args.collectives}"
-    given = {"contexts": args.contexts, "generate": args.generate, "steps": args.steps}
-    command += "".join(f" --{name} {value}" for name, value in given.items() if value)
-    found: dict[str, Any] = {"scenario": "tensor_parallel", **environment(device), "command": command, "rows": []}
+    optional = {"contexts": args.contexts, "generate": args.generate, "steps": args.steps}
+    command += "".join(f" --{name} {value}" for name, value in optional.items() if value)
+    contents: dict[str, Any] = {"scenario": "tensor_parallel", **environment(device), "command": command, "rows": []}
 
     def tell(value: dict[str, Any]) -> None:
         if mesh.get_rank() == 0:
-            said = {name: each for name, each in value.items() if name != "kernels"}
+            said = {name: column for name, column in value.items() if name != "kernels"}
             print(said, file=sys.stderr, flush=True)
             if args.out:
-                write_json(found, args.out)
+                write_json(contents, args.out)
 
     failed = False
     if args.compared:
-        found["compared"] = compare_with_one(args, mesh, device)
-        tell(found["compared"])
-        same = found["compared"]["largest_gap_of_a_token_that_differs"]
+        contents["compared"] = compare_with_one(args, mesh, device)
+        tell(contents["compared"])
+        same = contents["compared"]["largest_gap_of_a_token_that_differs"]
         failed = (
-            not found["compared"]["ranks_bit_equal"] or same > 2 * found["compared"]["largest_difference_of_logits"]
+            not contents["compared"]["ranks_bit_equal"]
+            or same > 2 * contents["compared"]["largest_difference_of_logits"]
         )
         torch.compiler.reset()
     batches = [int(batch) for batch in args.batches.split(",")]
     model = split_model(configuration(args.layers, args.tiny), args.weights, mesh, args.experts, device)
     nbytes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    found["bytes_of_a_rank"] = sum(nbytes.values())
+    contents["bytes_of_a_rank"] = sum(nbytes.values())
     contexts = [int(context) for context in args.contexts.split(",") if context]
-    # One cache holds a long sequence, another one the batches of short ones.
+    # One cache holds a long sequence, a second one the batches of short ones.
     longest = max([args.prompt, args.steps, *contexts]) + 8 * STEPS
     sizes: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": longest, "attention_only": False}
     sizes["max_step_tokens"] = min(TOKENS, longest)
@@ -208,19 +209,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = [(short, batch, args.prompt) for batch in batches]
     runs += [(long, 1, context) for context in contexts]
     for cache, batch, prompt in runs:
-        row = {"date": found["date"], "commit": found["commit"], **measure(model, cache, batch, prompt, device)}
+        row = {"date": contents["date"], "commit": contents["commit"], **measure(model, cache, batch, prompt, device)}
         row["weights_gb"] = weights_read(model.config, batch, nbytes)
-        found["rows"].append(row)
-        tell(found["rows"][-1])
+        contents["rows"].append(row)
+        tell(contents["rows"][-1])
     if args.generate:
-        found["generate"] = generate(model, short, args.generate, Ranks.of(mesh), device)
-        tell(found["generate"])
-        failed = failed or not found["generate"]["ranks_equal"]
+        contents["generate"] = generate(model, short, args.generate, Ranks.of(mesh), device)
+        tell(contents["generate"])
+        failed = failed or not contents["generate"]["ranks_equal"]
     if args.steps:
         digests = gather_objects(digest_of_steps(model, long, args.steps, device), Ranks.of(mesh))
-        found["steps"] = {"compared": args.steps, "ranks_bit_equal": len(set(digests)) == 1}
-        tell(found["steps"])
-        failed = failed or not found["steps"]["ranks_bit_equal"]
+        contents["steps"] = {"compared": args.steps, "ranks_bit_equal": len(set(digests)) == 1}
+        tell(contents["steps"])
+        failed = failed or not contents["steps"]["ranks_bit_equal"]
     torch.distributed.destroy_process_group()
     return int(failed)
 

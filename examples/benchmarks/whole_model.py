@@ -4,10 +4,10 @@ A few layers of V4-Flash with random weights in bfloat16: embedding, hyper-conne
 are `convert` of the whole model and with attention alone, both compiled with captured steps, the whole model with
 captured prompts too, that in a block of `hf.unchanged`, `hf.RunningBatch`, and transformers eager.
 For each batch: seconds of the two compilations, ms of a prefill, ms of a decode step by `generate`, by consecutive
-calls of the model and by calls whose token the host reads, kernels of a captured step, and the experts that its tokens
-touch. The host reads each token of a RunningBatch; its prefill is that of all prompts in one chunk. Each form has a
-process of its own, and kernels are counted after all times, because the profiler slows the host. Warm: the same weights
-in every step, which no cache of a GPU holds.
+calls of the model and by calls with their token read by the host, kernels of a captured step, and the experts that its
+tokens touch. The host reads each token of a RunningBatch; its prefill is that of all prompts in one chunk. Each form
+has a separate process, and kernels are counted after all times, because the profiler slows the host. Warm: the same
+weights in every step, which no cache of a GPU holds.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Timed:
 def measure(
     model: Any, form: str, batch: int, prompt: int, timed: Timed
 ) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
-    """Return the times of one form and batch size, and what returns its kernels."""
+    """Return the times of one form and batch size, and a function that returns its kernels."""
     device = timed.device
     ids = torch.randint(1, model.config.vocab_size, (batch, prompt), device=device)
     # Other tokens in each row, so that a step touches as many experts as it does with text.
@@ -108,13 +108,13 @@ def measure(
 
     def kernels() -> dict[str, Any]:
         nonlocal cache
-        cache = prefill()  # another batch has had the model's cache since
+        cache = prefill()  # a different batch has had the model's cache since
         step()
         if device.type != "cuda":
             return {}
-        found = nodes(step)
-        counted = {"nodes": len(found), "kernels_ms": round(sum(node.us for node in found) / 1e3, 3)}
-        counted["kernels"] = [[node.name[:120], node.us] for node in found]
+        launches = nodes(step)
+        counted = {"nodes": len(launches), "kernels_ms": round(sum(node.us for node in launches) / 1e3, 3)}
+        counted["kernels"] = [[node.name[:120], node.us] for node in launches]
         return counted | {"prefill_kernels": by_name(nodes(prefill))[:20]}
 
     return row, kernels
@@ -127,7 +127,7 @@ def measure_running(model: Any, batch: int, prompt: int, timed: Timed) -> dict[s
     prompts = torch.randint(1, model.config.vocab_size, (batch, prompt)).tolist()
 
     def prefill(tokens: int = 1) -> None:
-        requests = [serving.submit(each, max_new_tokens=tokens) for each in prompts]
+        requests = [serving.submit(prompt_ids, max_new_tokens=tokens) for prompt_ids in prompts]
         while not all(request.tokens for request in requests):
             serving.step()
 
@@ -142,17 +142,17 @@ def measure_running(model: Any, batch: int, prompt: int, timed: Timed) -> dict[s
 
 
 def experts_touched(model: Any, step: Callable[[], Any]) -> float:
-    """Return the distinct experts to which a layer's tokens go in one eager `step`, on average."""
-    found: list[int] = []
+    """Return the average number of distinct experts of a layer in one eager `step`."""
+    counts: list[int] = []
 
     def count(_: Any, __: Any, out: Any) -> None:
-        found.append(out[2].unique().numel())
+        counts.append(out[2].unique().numel())
 
     hooks = [layer.mlp.gate.register_forward_hook(count) for layer in model.model.layers]
     step()
     for hook in hooks:
         hook.remove()
-    return round(statistics.mean(found), 1)
+    return round(statistics.mean(counts), 1)
 
 
 def fit_norms(model: Any) -> None:
@@ -207,8 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet_libraries()
     said = f"python examples/benchmarks/whole_model.py --layers {args.layers} --batches {args.batches}"
     said += f" --experts {args.experts}"
-    found: dict[str, Any] = {"scenario": "whole_model", **environment(torch.device(args.device))}
-    found |= {"command": f"{said} --forms {args.forms}", "rows": []}
+    contents: dict[str, Any] = {"scenario": "whole_model", **environment(torch.device(args.device))}
+    contents |= {"command": f"{said} --forms {args.forms}", "rows": []}
     if args.child:
         print(json.dumps(run(args, args.child)))
         return 0
@@ -221,11 +221,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
         for row in json.loads(done.stdout.splitlines()[-1]):
-            found["rows"].append({"date": found["date"], "commit": found["commit"]} | row)
+            contents["rows"].append({"date": contents["date"], "commit": contents["commit"]} | row)
             said = {name: value for name, value in row.items() if not name.endswith("kernels")}
             print(said, file=sys.stderr, flush=True)
         if args.out:
-            write_json(found, args.out)
+            write_json(contents, args.out)
     return 0
 
 

@@ -70,11 +70,11 @@ class Checkpoint:
         else:
             self.put("ffn.gate.e_score_correction_bias", torch.randn(EXPERTS, generator=self.random))
         for expert in range(EXPERTS):
-            for block, shape in (("w1", (WIDTH, HIDDEN)), ("w3", (WIDTH, HIDDEN)), ("w2", (HIDDEN, WIDTH))):
-                self.matrix(f"ffn.experts.{expert}.{block}", {"fp4": "mxfp4", "fp8": "e4m3"}.get(kind, ""), *shape)
+            for weight, shape in (("w1", (WIDTH, HIDDEN)), ("w3", (WIDTH, HIDDEN)), ("w2", (HIDDEN, WIDTH))):
+                self.matrix(f"ffn.experts.{expert}.{weight}", {"fp4": "mxfp4", "fp8": "e4m3"}.get(kind, ""), *shape)
         shared = "e4m3" if kind in ("fp4", "fp8") else ""
-        for block, shape in (("w1", (WIDTH, HIDDEN)), ("w3", (WIDTH, HIDDEN)), ("down_proj", (HIDDEN, WIDTH))):
-            self.matrix(f"ffn.shared_experts.{block}", shared, *shape)
+        for weight, shape in (("w1", (WIDTH, HIDDEN)), ("w3", (WIDTH, HIDDEN)), ("down_proj", (HIDDEN, WIDTH))):
+            self.matrix(f"ffn.shared_experts.{weight}", shared, *shape)
 
     def put(self, name: str, tensor: Tensor) -> None:
         self.tensors[f"layers.{self.index}.{name}"] = tensor

@@ -78,7 +78,7 @@ INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
 
 def _value(name: str, registers: Registers) -> Tensor:
     if name.startswith("{"):
-        low, high = (unsigned(_value(name_, registers)) for name_ in re.findall(r"\$?\w+", name))
+        low, high = (unsigned(_value(half, registers)) for half in re.findall(r"\$?\w+", name))
         return word(high << 16 | low)
     if re.fullmatch(r"0x[0-9a-fA-F]+|\d+", name):
         return word(torch.tensor(int(name, 0)))

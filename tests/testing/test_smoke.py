@@ -39,8 +39,7 @@ def test_it_passes_and_leaves_a_record(
 def test_a_difference_between_the_devices_is_a_failure(
     op: str, smoke: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every third call, the one under comparison, changes one element of its results or of the tensors that it
-    writes."""
+    """Every third call, the one under comparison, changes one element of a result or written tensor."""
     honest, calls = smoke.run, iter(range(100))
 
     def wrong(name: str, args: tuple[object, ...]) -> list[torch.Tensor]:

@@ -1,9 +1,9 @@
 """Attention of a served model against the same layer on private caches: every row, whatever vLLM batched it with.
 
-While vLLM serves, each layer records the rows that it was called with and what it returned, inside the compiled graph
-too. Afterwards the layer runs each request again from its first token to its last in one step, on `PagedCaches` with
-block tables that never change. Both are the same layer with the same weights, so what differs is what the plug-in adds:
-vLLM's caches, block tables and slots, chunks, prefixes that were not computed again, and the compiler.
+While vLLM serves, each layer records its input and output rows, inside the compiled graph too. Afterwards the layer
+runs each request again from its first token to its last in one step, on `PagedCaches` with block tables that never
+change. Both are the same layer with the same weights, so differences come from the plug-in's additions: vLLM's caches,
+block tables and slots, chunks, prefixes that were not computed again, and the compiler.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ CHUNKED = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "enabl
 LENGTHS, SHARED = [5, 37, 300, 700], [(3, 600), (2, 260)]
 LAYERS_OF = {"window": (0, 1, 2, 3), "c4": (1, 3), "c4_state": (1, 3), "c128": (2,), "c128_state": (2,)}
 """Layers that read a kind of block table, in a model of layers with ratios 0, 4, 128 and 4. Others may be wrong too: a
-page that is written after vLLM has freed it may belong to a different layer."""
+page that is written after vLLM has freed it may belong to a second layer."""
 LAYERS_OF |= {"indexer": (1, 3), "indexer_state": (1, 3)}
 
 

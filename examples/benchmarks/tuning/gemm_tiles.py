@@ -87,7 +87,7 @@ def _prepare(op: str, tile: tuple[int, int, int], programs: int) -> Any:
 
 
 def _hopper_module() -> Any:
-    """Return the module of the Hopper kernel, or None on another GPU."""
+    """Return the module of the Hopper kernel, or None on a different GPU."""
     if not torch.cuda.is_available():
         return None
     gpu = importlib.import_module("dsv4_compile.kernels.host.gpu")

@@ -35,7 +35,7 @@ of an entry and warps, which replace those of the default tiling."""
 
 
 def problems(device: torch.device, only: Only) -> Iterator[Problem]:
-    """Yield the problems of `indexer` whose kernels have a choice, with an implementation for each tiling."""
+    """Yield the problems of `indexer` with a choice of tilings, with an implementation for each tiling."""
     for problem in indexer.problems(device, only):
         if problem.op in TILES:
             ways: dict[str, Prepare] = {n: partial(_prepare, problem.op, t) for n, t in TILES[problem.op].items()}
