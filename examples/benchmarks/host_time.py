@@ -61,8 +61,10 @@ def watch(watch_of: Stopwatch, skip: bool) -> None:
         capture = graphs.capture
 
         def captured(self: Any, *args: Any, capture: Any = capture) -> Any:
-            entry = capture(self, *args)
-            return dataclasses.replace(entry, replay=watch_of.wrap("replay", (lambda: None) if skip else entry.replay))
+            captured_step = capture(self, *args)
+            return dataclasses.replace(
+                captured_step, replay=watch_of.wrap("replay", (lambda: None) if skip else captured_step.replay)
+            )
 
         graphs.capture = captured  # type: ignore[method-assign,assignment]
     CapturedGraph.__call__ = watch_of.wrap("captured", CapturedGraph.__call__)  # type: ignore[method-assign]

@@ -83,7 +83,7 @@ def wrong(page: Path, *, dark: bool, width: int) -> Iterator[str]:
     if not match:
         yield "the page's script did not run to its end"
         return
-    found = json.loads(match[1].replace("&quot;", '"'))
+    shown = json.loads(match[1].replace("&quot;", '"'))
     wanted = {
         "errors": [],
         "moved": True,
@@ -99,11 +99,11 @@ def wrong(page: Path, *, dark: bool, width: int) -> Iterator[str]:
         "outside": 0,
         "loaded": 0,
     }
-    yield from (f"{name} is {found[name]}, not {want}" for name, want in wanted.items() if found[name] != want)
-    if found["nodes"] != text.count('class="node"') or found["panel"] < 3:
-        yield f"{found['nodes']} nodes, {found['panel']} rows in the panel"
-    if (found["paper"] != "rgb(255, 255, 255)") != dark:
-        yield f"the paper is {found['paper']}"
+    yield from (f"{name} is {shown[name]}, not {want}" for name, want in wanted.items() if shown[name] != want)
+    if shown["nodes"] != text.count('class="node"') or shown["panel"] < 3:
+        yield f"{shown['nodes']} nodes, {shown['panel']} rows in the panel"
+    if (shown["paper"] != "rgb(255, 255, 255)") != dark:
+        yield f"the paper is {shown['paper']}"
     if len(set(shot.read_bytes())) < 200 or shot.stat().st_size < 10_000:
         yield f"{shot} looks empty"
 

@@ -1,4 +1,4 @@
-"""Not a test: what `diverge_ranks` finds, which each of two ranks checks in a process of its own."""
+"""Not a test: checks of `diverge_ranks`, run by each of two ranks in a separate process."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ Plant = Callable[[Any], None]
 
 
 def run(mesh: Any, plant: Plant = lambda layer: None) -> Divergence:
-    """Run a model whose second layer has a fault on rank 1; check that both ranks return the same."""
+    """Run a model with a fault in its second layer on rank 1; check that both ranks return the same."""
     torch.manual_seed(3)
     model = Model()
     x, caches, slots = torch.randn(T, D), [torch.randn(ROWS, D) for _ in range(3)], torch.arange(T) * 2
     if mesh.get_rank() == 1:
         plant(model.layers[1])
     before = [cache.clone() for cache in caches]
-    found = diverge_ranks(model, x, caches, slots, group=mesh)
+    divergence = diverge_ranks(model, x, caches, slots, group=mesh)
     assert all(torch.equal(*pair) for pair in zip(before, caches, strict=True))
-    texts = gather_objects(str(found), Ranks.of(mesh))
+    texts = gather_objects(str(divergence), Ranks.of(mesh))
     assert len(set(texts)) == 1, texts
-    return found
+    return divergence
 
 
 def equal_ranks_agree(mesh: Any) -> None:
-    found = run(mesh)
-    assert found.agrees and found.compared > 30, str(found)
+    divergence = run(mesh)
+    assert divergence.agrees and divergence.compared > 30, str(divergence)
 
 
 def other_epsilon_is_found_at_its_op(mesh: Any) -> None:
-    found = run(mesh, lambda layer: setattr(layer, "eps", 0.1))
-    assert (found.op, found.layer, found.rank) == ("dsv4.fused_q_kv_rmsnorm", "layers.1", 1), str(found)
-    assert found.place.line == line_of("q, kv = torch.ops") and found.after.startswith("aten.add")
-    assert "rank     1" in str(found) and "expected" in str(found)
+    divergence = run(mesh, lambda layer: setattr(layer, "eps", 0.1))
+    assert (divergence.op, divergence.layer, divergence.rank) == ("dsv4.fused_q_kv_rmsnorm", "layers.1", 1), str(
+        divergence
+    )
+    assert divergence.place.line == line_of("q, kv = torch.ops") and divergence.after.startswith("aten.add")
+    assert "rank     1" in str(divergence) and "expected" in str(divergence)
 
 
 def other_weight_is_found_before_the_step(mesh: Any) -> None:
@@ -48,25 +50,29 @@ def other_weight_is_found_before_the_step(mesh: Any) -> None:
         with torch.no_grad():
             layer.weight[3, 5] += 0.5
 
-    found = run(mesh, plant)
-    assert (found.op, found.rank) == ("before the step", 1) and "layers.1.weight" in found.name, str(found)
-    assert found.distance is not None and found.distance.index == (3, 5)
+    divergence = run(mesh, plant)
+    assert (divergence.op, divergence.rank) == ("before the step", 1) and "layers.1.weight" in divergence.name, str(
+        divergence
+    )
+    assert divergence.distance is not None and divergence.distance.index == (3, 5)
 
 
 def other_op_is_found_where_it_runs(mesh: Any) -> None:
-    found = run(mesh, lambda layer: setattr(layer, "stale", True))
-    assert (found.op, found.layer, found.rank) == ("aten.add", "layers.1", 1), str(found)
-    assert found.place.line == line_of("cache.index_copy_(0, slots") and "aten.index_select" in str(found)
+    divergence = run(mesh, lambda layer: setattr(layer, "stale", True))
+    assert (divergence.op, divergence.layer, divergence.rank) == ("aten.add", "layers.1", 1), str(divergence)
+    assert divergence.place.line == line_of("cache.index_copy_(0, slots") and "aten.index_select" in str(divergence)
 
 
 def other_op_with_the_same_result_is_found_too(mesh: Any) -> None:
-    found = run(mesh, lambda layer: setattr(layer, "strict", True))
-    assert (found.op, found.layer, found.rank) == ("aten.ge", "layers.1", 1) and "aten.gt" in str(found), str(found)
+    divergence = run(mesh, lambda layer: setattr(layer, "strict", True))
+    assert (divergence.op, divergence.layer, divergence.rank) == ("aten.ge", "layers.1", 1) and "aten.gt" in str(
+        divergence
+    ), str(divergence)
 
 
 def difference_by_rounding_is_none(mesh: Any) -> None:
-    found = run(mesh, lambda layer: setattr(layer, "gain", 1.0 + 1e-6))
-    assert found.agrees, str(found)
+    divergence = run(mesh, lambda layer: setattr(layer, "gain", 1.0 + 1e-6))
+    assert divergence.agrees, str(divergence)
 
 
 class Divided(nn.Module):
@@ -80,23 +86,23 @@ class Divided(nn.Module):
         self.gain = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = all_reduce(torch.relu(x @ self.part), self.ranks)
-        return torch.sigmoid(whole * self.gain)
+        total = all_reduce(torch.relu(x @ self.part), self.ranks)
+        return torch.sigmoid(total * self.gain)
 
 
 def parts_are_compared_after_a_collective(mesh: Any) -> None:
     ranks, x = Ranks.of(mesh), torch.ones(T, D)
     model = Divided(ranks)
-    whole = diverge_ranks(model, x, group=mesh)
-    assert whole.op == "before the step" and "part" in whole.name, str(whole)
+    unequal = diverge_ranks(model, x, group=mesh)
+    assert unequal.op == "before the step" and "part" in unequal.name, str(unequal)
     agreed = diverge_ranks(model, x, parts=lambda name: name == "part")  # of all processes
     assert agreed.agrees and agreed.compared == 10, (
         agreed.compared,
         str(agreed),
-    )  # not what is reduced before the wait
+    )  # not the partial sums before the wait
     model.gain = 1.0 + ranks.rank
-    found = diverge_ranks(model, x, group=mesh.get_group(), parts=lambda name: name == "part")
-    assert (found.op, found.rank) == ("aten.mul", 1), str(found)
+    divergence = diverge_ranks(model, x, group=mesh.get_group(), parts=lambda name: name == "part")
+    assert (divergence.op, divergence.rank) == ("aten.mul", 1), str(divergence)
 
 
 def a_rank_that_fails_is_named_on_all(mesh: Any) -> None:

@@ -37,8 +37,8 @@ def explain(function: Callable[..., torch.Tensor], *args: object) -> Report:
 def marked_lines(name: str) -> list[int]:
     """Return the marked lines of a planted function, or of the private helper before it that it calls."""
     lines, first = inspect.getsourcelines(PLANTED[name])
-    own = [number for number in MARKED if first <= number < first + len(lines)]
-    return own or [max(number for number in MARKED if number < first)]
+    inside = [number for number in MARKED if first <= number < first + len(lines)]
+    return inside or [max(number for number in MARKED if number < first)]
 
 
 def test_at_least_twenty_five_kinds_of_break_are_planted() -> None:
@@ -50,8 +50,8 @@ def test_at_least_twenty_five_kinds_of_break_are_planted() -> None:
 def test_planted_break_is_found_at_its_line_and_nowhere_else(name: str) -> None:
     report = explain(PLANTED[name], torch.randn(4, 4))
 
-    found = {item.place.line for item in report.breaks}
-    assert found == set(marked_lines(name))
+    lines = {item.place.line for item in report.breaks}
+    assert lines == set(marked_lines(name))
     assert {item.place.file for item in report.breaks} == {planted_breaks.__file__}
     for line in marked_lines(name):
         here = [item for item in report.breaks if item.place.line == line]
@@ -113,11 +113,11 @@ def test_break_in_an_installed_package_names_the_line_that_led_there(
 
     report = explain(lambda x: installed_package.layer(x * 2), torch.ones(2))
     del sys.modules["installed_package"]
-    (found,) = report.breaks
-    assert (found.place.file, found.place.line) == (str(package), 3)
-    assert found.called_from is not None
-    assert found.called_from.file == __file__
-    assert "installed_package.layer" in found.called_from.source
+    (item,) = report.breaks
+    assert (item.place.file, item.place.line) == (str(package), 3)
+    assert item.called_from is not None
+    assert item.called_from.file == __file__
+    assert "installed_package.layer" in item.called_from.source
 
 
 def test_call_that_raises_is_reported_with_the_findings_before_it() -> None:

@@ -41,4 +41,4 @@ def test_fault_of_a_page_is_found(fault: str, tmp_path: Path) -> None:
     assert before in text
     page = tmp_path / "page.html"
     page.write_text(text.replace(before, after), encoding="utf-8")
-    assert any(each.startswith(f"{fault} is ") for each in wrong(page, dark=False, width=1300))
+    assert any(message.startswith(f"{fault} is ") for message in wrong(page, dark=False, width=1300))

@@ -103,7 +103,7 @@ FAULTS: dict[str, tuple[Callable[[Model], Model], str, str]] = {
     "a stale cache": (lambda m: planted(m, stale=True), "aten.index_select", "read = cache"),
     "NaN in a hole": (lambda m: planted(m, holes=True), "aten.mul", "return gate * masked"),
 }
-"""Faults of the second layer, with the op and the line at which they show first."""
+"""Faults of the second layer, with the op and the line that show them first."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -112,12 +112,12 @@ def test_planted_fault_is_found_at_its_op(
 ) -> None:
     plant, op, line = FAULTS[fault]
     before = [cache.clone() for cache in call[1]]
-    found = diverge(model, plant(model), *call, save=tmp_path / "call.pt")
-    assert (found.op, found.place.line, found.layer) == (op, line_of(line), "layers.1"), str(found)
-    assert found.distance is not None and found.distance.differs
+    divergence = diverge(model, plant(model), *call, save=tmp_path / "call.pt")
+    assert (divergence.op, divergence.place.line, divergence.layer) == (op, line_of(line), "layers.1"), str(divergence)
+    assert divergence.distance is not None and divergence.distance.differs
     assert all(torch.equal(a, b) for a, b in zip(before, call[1], strict=True))
-    assert "expected" in str(found) and "layers.1" in str(found)
-    assert (fault == "a rounding") == any("_to_copy of the second" in op for op in found.between)
+    assert "expected" in str(divergence) and "layers.1" in str(divergence)
+    assert (fault == "a rounding") == any("_to_copy of the second" in op for op in divergence.between)
     assert rerun(tmp_path / "call.pt").first.largest == 0
 
 
@@ -126,8 +126,12 @@ def test_fault_of_an_other_comparison_is_found_where_it_is(model: Model, call: A
         call[1][1].zero_()
         model.layers[1].weight.zero_()
         model.layers[1].scale.zero_()
-    found = diverge(model, planted(model, strict=True), *call, save=None)
-    assert (found.op, found.place.line, found.layer) == ("aten.ge", line_of("hidden = read > 0"), "layers.1")
+    divergence = diverge(model, planted(model, strict=True), *call, save=None)
+    assert (divergence.op, divergence.place.line, divergence.layer) == (
+        "aten.ge",
+        line_of("hidden = read > 0"),
+        "layers.1",
+    )
 
 
 def test_value_that_a_capture_froze_is_found(model: Model, call: Any) -> None:
@@ -142,8 +146,12 @@ def test_value_that_a_capture_froze_is_found(model: Model, call: Any) -> None:
     agreed = diverge(lambda: model(*call), replayed, state=call[1], save=None)
     assert agreed.agrees and agreed.compared > 20, str(agreed)
     model.layers[1].gain = 2.0
-    found = diverge(lambda: model(*call), replayed, state=call[1], save=None)
-    assert (found.op, found.place.line, found.layer) == ("aten.mul", line_of("gate = torch.sigmoid"), "layers.1")
+    divergence = diverge(lambda: model(*call), replayed, state=call[1], save=None)
+    assert (divergence.op, divergence.place.line, divergence.layer) == (
+        "aten.mul",
+        line_of("gate = torch.sigmoid"),
+        "layers.1",
+    )
 
 
 class Gated(nn.Module):
@@ -174,18 +182,18 @@ def test_fault_of_generated_code_is_found_in_its_kernel(gated: Gated, monkeypatc
         agreed = diverge(gated, compiled, x, save=None)
         assert agreed.agrees, str(agreed)
         monkeypatch.setattr(CppVecOverrides, "sigmoid", staticmethod(lambda x: f"({x}).tanh()"))
-        found = diverge(gated, compiled, x, save=None)
-    assert found.place.line == line_of("gated = torch.sigmoid"), str(found)
-    assert "aten.sigmoid" in found.ops and found.after.startswith("aten.mm")
+        divergence = diverge(gated, compiled, x, save=None)
+    assert divergence.place.line == line_of("gated = torch.sigmoid"), str(divergence)
+    assert "aten.sigmoid" in divergence.ops and divergence.after.startswith("aten.mm")
 
 
 def test_forms_that_round_differently_agree(gated: Gated) -> None:
     other = copy.deepcopy(gated)
     other.forward = lambda x: ((torch.sigmoid(x @ other.up) * (x @ other.up)).double() @ other.down.double()).float()
     x = torch.randn(64, D)
-    found = diverge(gated, other, x, save=None)
-    assert found.agrees, str(found)
-    assert str(found).startswith("agree: ")
+    divergence = diverge(gated, other, x, save=None)
+    assert divergence.agrees, str(divergence)
+    assert str(divergence).startswith("agree: ")
 
 
 def test_fused_call_of_an_op_is_not_compared_with_the_op_alone() -> None:
@@ -201,18 +209,18 @@ def test_fused_call_of_an_op_is_not_compared_with_the_op_alone() -> None:
         return attention(q, attention.cache, inverse_rope=True, **rotation).clone() * turn  # as many results
 
     assert diverge(lambda q: apart(q, 1.0), lambda q: fused(q, 1.0), attention.q, save=None).agrees
-    found = diverge(lambda q: apart(q, 1.0), lambda q: fused(q, 1.5), attention.q, save=None)
-    assert found.op == "aten.mul", str(found)
+    divergence = diverge(lambda q: apart(q, 1.0), lambda q: fused(q, 1.5), attention.q, save=None)
+    assert divergence.op == "aten.mul", str(divergence)
 
 
 def test_call_is_replayed_alone_from_its_file(gated: Gated, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = copy.deepcopy(gated)
     with torch.no_grad():
         other.down[0, 0] += 1
-    found = diverge(gated, other, torch.randn(T, D), save=tmp_path / "call.pt")
-    assert found.file == tmp_path / "call.pt"
-    assert str(found.file) in str(found)
-    assert main([str(found.file)]) == 0
+    divergence = diverge(gated, other, torch.randn(T, D), save=tmp_path / "call.pt")
+    assert divergence.file == tmp_path / "call.pt"
+    assert str(divergence.file) in str(divergence)
+    assert main([str(divergence.file)]) == 0
     printed = capsys.readouterr().out
     assert "aten::mm" in printed and "agrees with the first form" in printed and "differs from the second" in printed
     (tmp_path / "other.pt").write_bytes(b"")
@@ -244,6 +252,6 @@ def test_distance_is_rounding_or_not(got: Tensor, want: Tensor, before: float, d
 
 
 def test_element_with_the_largest_distance_is_shown() -> None:
-    found = distance(torch.tensor([[1.0, 2.0], [3.0, 9.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0.0)
-    assert (found.index, found.got, found.want, found.share) == ((1, 1), "9.0", "4.0", 0.25)
-    assert isinstance(Divergence(distance=found).agrees, bool)
+    largest = distance(torch.tensor([[1.0, 2.0], [3.0, 9.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0.0)
+    assert (largest.index, largest.got, largest.want, largest.share) == ((1, 1), "9.0", "4.0", 0.25)
+    assert isinstance(Divergence(distance=largest).agrees, bool)

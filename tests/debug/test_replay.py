@@ -1,4 +1,4 @@
-"""`explain_replay`: every node with its op, line, module, cost and time; on the stand-in, which is what a CPU has."""
+"""`explain_replay`: every node with its op, line, module, cost and time; on the stand-in of CPUs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_generated_kernels_have_the_ops_lines_and_modules_that_they_fuse(compile
     for node in fused:
         assert {"aten.sigmoid", "dsv4.fused_q_kv_rmsnorm"} <= set(node.ops)
         assert node.place.line == line_of("q, kv = torch.ops")
-        assert any(place.endswith(f":{line_of('return q.sigmoid')}") for place in node.where)
+        assert any(location.endswith(f":{line_of('return q.sigmoid')}") for location in node.where)
         assert node.basis == "expression" and node.us
     assert [node.place.line for node in compiled.nodes if node.op == "aten.mm"] == [line_of("y = x @")] * 2
     assert compiled.breaks == 0
@@ -177,19 +177,19 @@ def test_page_has_every_node_and_needs_nothing_from_outside(eager: ReplayReport,
     text = eager.save(tmp_path / "replay.html").read_text()
     page = _Page(text)
     assert page.open == []
-    buttons = [given for tag, given in page.tags if tag == "button" and given.get("class") == "node"]
-    assert sorted(str(given["id"]) for given in buttons) == sorted(f"n{node.index}" for node in eager.nodes)
-    assert all(given["aria-label"] for given in buttons)
-    assert [given["tabindex"] for given in buttons].count("0") == 1
-    ids = [given["id"] for _, given in page.tags if "id" in given]
+    buttons = [attributes for tag, attributes in page.tags if tag == "button" and attributes.get("class") == "node"]
+    assert sorted(str(attributes["id"]) for attributes in buttons) == sorted(f"n{node.index}" for node in eager.nodes)
+    assert all(attributes["aria-label"] for attributes in buttons)
+    assert [attributes["tabindex"] for attributes in buttons].count("0") == 1
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    for tag, given in page.tags:
-        assert not {"src", "onclick"} & set(given) and tag not in ("link", "img", "iframe")
-        address = given.get("href") or "#"
+    for tag, attributes in page.tags:
+        assert not {"src", "onclick"} & set(attributes) and tag not in ("link", "img", "iframe")
+        address = attributes.get("href") or "#"
         assert address.startswith("https://") or address.removeprefix("#") in ("", *map(str, ids))
     assert "url(" not in text and "@import" not in text and "prefers-color-scheme: dark" in text
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-    assert [dict(each["rows"])["kernel"] for each in data] == [node.name for node in eager.nodes]
+    assert [dict(node_data["rows"])["kernel"] for node_data in data] == [node.name for node in eager.nodes]
 
 
 def test_page_escapes_what_code_may_contain(eager: ReplayReport, tmp_path: Path) -> None:
@@ -224,10 +224,10 @@ def _reshaped(report: ReplayReport) -> None:
 def test_difference_finds_what_changed(eager: ReplayReport, change: Change, counts: tuple[int, ...]) -> None:
     new = ReplayReport.from_json(eager.to_json())
     change(new)
-    found = new.diff(eager)
-    assert (len(found.added), len(found.removed), len(found.slower), len(found.reshaped)) == counts
-    assert all(str(count) in found.verdict for count in counts)
-    assert json.loads(found.to_json())["verdict"] == found.verdict
+    difference = new.diff(eager)
+    assert (len(difference.added), len(difference.removed), len(difference.slower), len(difference.reshaped)) == counts
+    assert all(str(count) in difference.verdict for count in counts)
+    assert json.loads(difference.to_json())["verdict"] == difference.verdict
 
 
 @pytest.mark.parametrize(

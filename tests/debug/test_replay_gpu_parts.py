@@ -25,7 +25,7 @@ KERNEL, COPY, EMPTY = 0x100, 0x200, 0x300
 
 
 class Driver:
-    """A libcuda whose stream captures a kernel, then a copy by a programmatic edge, then an empty node."""
+    """A libcuda that captures a kernel, then a copy by a programmatic edge, then an empty node."""
 
     capturing, count, status = True, 3, 0
 
@@ -45,8 +45,8 @@ class Driver:
         return 0
 
     def cuGraphKernelNodeGetParams_v2(self, node: Any, params: Any) -> int:
-        own = params._obj
-        own.grid[:], own.block[:], own.shared, own.kern = (132, 2, 1), (256, 1, 1), 1000, 0x77
+        launch = params._obj
+        launch.grid[:], launch.block[:], launch.shared, launch.kern = (132, 2, 1), (256, 1, 1), 1000, 0x77
         return 0
 
     def cuKernelGetFunction(self, function: Any, kernel: Any) -> int:
@@ -80,10 +80,10 @@ class Driver:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    found = Driver()
-    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: found)
+    fake_driver = Driver()
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: fake_driver)
     monkeypatch.setattr(torch.cuda, "current_stream", type("Stream", (), {"cuda_stream": 0x5}))
-    return found
+    return fake_driver
 
 
 def test_driver_describes_nodes_and_edges(fake: Driver) -> None:
@@ -142,8 +142,8 @@ def test_name_of_the_function_in_a_symbol(symbol: str, name: str) -> None:
 def kernels(*names: str, after: tuple[tuple[int, ...], ...] = ()) -> list[DriverNode]:
     edges = after or tuple((i - 1,) if i else () for i in range(len(names)))
     return [
-        DriverNode(i, "kernel", name, after=[Edge(e) for e in own])
-        for i, (name, own) in enumerate(zip(names, edges, strict=True))
+        DriverNode(i, "kernel", name, after=[Edge(e) for e in node_edges])
+        for i, (name, node_edges) in enumerate(zip(names, edges, strict=True))
     ]
 
 
@@ -159,9 +159,9 @@ def test_spans_of_two_streams_belong_to_nodes_whose_predecessors_ran() -> None:
 
 def test_times_and_gaps_add_up_to_the_replay() -> None:
     spans = [Span("a", 10, 14), Span("b", 13, 16), Span("c", 13.5, 15), Span("d", 18, 20)]
-    found = exclusive(spans)
-    assert found == [NodeTime(0, 4, 0), NodeTime(3, 2, 0), NodeTime(3.5, 0, 2), NodeTime(8, 2, 0)]
-    assert sum(time.us + time.gap for time in found) == 10
+    times = exclusive(spans)
+    assert times == [NodeTime(0, 4, 0), NodeTime(3, 2, 0), NodeTime(3.5, 0, 2), NodeTime(8, 2, 0)]
+    assert sum(time.us + time.gap for time in times) == 10
 
 
 def test_profiles_that_do_not_fit_are_counted() -> None:

@@ -1,4 +1,4 @@
-"""The committed report of a captured V4-Flash layer on a GPU: its page is what its record gives."""
+"""The committed report of a captured V4-Flash layer on a GPU: its page equals the page of its record."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_node_has_a_line_and_a_time_and_they_add_up(report: ReplayReport) 
 
 def test_nodes_of_a_timeline_do_not_overlap_where_they_ran_at_once() -> None:
     page = RECORD.with_suffix(".html").read_text(encoding="utf-8")
-    spans = [tuple(map(float, found)) for found in re.findall(r"left:([\d.]+)%;width:([\d.]+)%", page)]
+    spans = [tuple(map(float, numbers)) for numbers in re.findall(r"left:([\d.]+)%;width:([\d.]+)%", page)]
     assert len(spans) > 5
     for (left, width), (following, _) in pairwise(spans):
         assert -1e-3 < following - left - width < 1  # of a percent; gaps of this replay are below 1 %

@@ -166,7 +166,7 @@ def test_findings_are_listed_without_an_error() -> None:
         lengths_not_advanced(served)
         served.step()
         input_forgotten(served)
-    assert [(each.buffer, each.step) for each in seen.stale] == [("metadata seq_lens", 2), ("input hidden", 4)]
+    assert [(stale.buffer, stale.step) for stale in seen.stale] == [("metadata seq_lens", 2), ("input hidden", 4)]
     assert reported == seen.stale and served.runner.statistics.replays == 4
     assert seen.stale[1].write.step == 3
     assert "stale: step 4, the step of 4 tokens, replayed: input hidden rows 0 to 2" in str(seen)
@@ -177,7 +177,7 @@ def test_buffers_have_the_step_and_the_line_that_wrote_them_last() -> None:
     with witness(served.runner) as seen:
         served.step()
         served.step()
-        with contextlib.ExitStack() as stack:  # whose line is not the user's
+        with contextlib.ExitStack() as stack:  # its line is not the user's
             stack.callback(served.buffers.tensors["reserved"].fill_, 7)
         shown = str(seen)
     lines = {line.split("  ")[0]: line for line in shown.splitlines()}
@@ -350,7 +350,7 @@ def test_nothing_is_watched_outside_the_block() -> None:
     before = [getattr(kind, name) for kind, name in names]
     served = serve()
     with witness(served.runner):
-        assert all(getattr(kind, name) is not own for (kind, name), own in zip(names, before, strict=True))
+        assert all(getattr(kind, name) is not original for (kind, name), original in zip(names, before, strict=True))
     assert [getattr(kind, name) for kind, name in names] == before
     served.step()
     lengths_not_advanced(served)

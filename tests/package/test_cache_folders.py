@@ -1,4 +1,4 @@
-"""Tests of what `dsv4 doctor` says of a compile cache, whose content is run: who else can write it, and how."""
+"""Tests of the warnings of `dsv4 doctor` about a compile cache that others can write: its content is run."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_a_folder_of_ones_own_is_safe(cache: Path, mode: int) -> None:
 )
 def test_modes(cache: Path, path: str, mode: int, who: str) -> None:
     (cache / path).chmod(mode)
-    found = _files.why_unsafe(cache)
-    assert re.fullmatch(who + ".*" if who else "", found), found
+    reason = _files.why_unsafe(cache)
+    assert re.fullmatch(who + ".*" if who else "", reason), reason
 
 
 def test_nobody_reaches_what_is_inside_a_private_folder(cache: Path) -> None:

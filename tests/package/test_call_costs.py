@@ -67,21 +67,21 @@ def test_a_router_reads_its_gate_and_a_bias_or_a_row_of_a_table_for_each_token()
         arguments = named("moe_route", args)
         table = arguments["tid2eid"]
         rows = 0 if table is None else len(args[0]) * table.shape[1] * table.element_size()
-        given = [name for name in ("x", "gate", "bias", "token_ids") if arguments[name] is not None]
+        names = [name for name in ("x", "gate", "bias", "token_ids") if arguments[name] is not None]
         cost = call_costs.of("moe_route", arguments)
-        assert cost is not None and cost.bytes == tensors_moved("moe_route", args, *given) + rows
+        assert cost is not None and cost.bytes == tensors_moved("moe_route", args, *names) + rows
 
 
 def test_experts_read_the_weights_of_as_many_as_tokens_may_take() -> None:
     shared = ("shared_w13", "shared_w2", "shared_w13_scale", "shared_w2_scale")
     for args in op_samples("moe_experts"):
         arguments = named("moe_experts", args)
-        given = [name for name in ("x", "ids", "weights", *shared) if arguments[name] is not None]
+        names = [name for name in ("x", "ids", "weights", *shared) if arguments[name] is not None]
         weights = [arguments[name] for name in ("w13", "w2", "w13_scale", "w2_scale") if arguments[name] is not None]
         taken = min(len(weights[0]), arguments["ids"].numel())
-        each = sum(weight[0].numel() * weight.element_size() for weight in weights)
+        expert_bytes = sum(weight[0].numel() * weight.element_size() for weight in weights)
         cost = call_costs.of("moe_experts", arguments)
-        assert cost is not None and cost.bytes == tensors_moved("moe_experts", args, *given) + taken * each
+        assert cost is not None and cost.bytes == tensors_moved("moe_experts", args, *names) + taken * expert_bytes
         inner = arguments["ids"].shape[1] * weights[0].shape[1]
         inner += 0 if arguments["shared_w13"] is None else arguments["shared_w13"].shape[0]
         assert cost.flops == 3 * args[0].numel() * inner
@@ -98,8 +98,8 @@ def test_a_layer_of_ratio_4_pays_for_both_its_compressors() -> None:
     samples = [named("preprocess_insert", args) for args in op_samples("preprocess_insert")]
     arguments = next(sample for sample in samples if sample["indexer_ape"] is not None)
     absent = ({}, {"indexer_kv_score": None}, {"indexer_kv_score": None, "kv_score": None})
-    found = [call_costs.of("preprocess_insert", {**arguments, **without}) for without in absent]
-    moved = [cost.bytes for cost in found if cost is not None]
+    costs = [call_costs.of("preprocess_insert", {**arguments, **without}) for without in absent]
+    moved = [cost.bytes for cost in costs if cost is not None]
     assert len(moved) == 3
     assert moved == sorted(set(moved), reverse=True)
 

@@ -18,9 +18,9 @@ EXAMPLES = sorted((ROOT / "examples").glob("0*.py"))
 NEEDS_VLLM = "08_vllm"
 """Example that `make test-vllm` runs."""
 COMPILES_CPP = "02_huggingface_generate"
-"""Example whose C++ is compiled. In the others Inductor calls PyTorch, which takes half of the time."""
+"""Example that compiles C++. In the others Inductor calls PyTorch, which takes half of the time."""
 ALONE = "05_batch_metadata"
-"""Example in an interpreter of its own. The others are forks of one that has imported what they use."""
+"""Example in a separate interpreter. The others are forks of one that has imported their modules."""
 # C++ without vector instructions compiles in two thirds of the time; `dsv4 demo` compiles it with them.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 LIBRARIES = ("torch._inductor.compile_fx", "transformers.models.deepseek_v4.modeling_deepseek_v4")
@@ -28,7 +28,7 @@ LIBRARIES = ("torch._inductor.compile_fx", "transformers.models.deepseek_v4.mode
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[WarmPython]:
-    """An interpreter that has imported libraries, but not the package, whose import is part of an example."""
+    """An interpreter that has imported libraries, but not the package: its import is part of an example."""
     warm = WarmPython(LIBRARIES, ENVIRONMENT, 600)
     yield warm
     warm.close()

@@ -19,7 +19,7 @@ FILES = {
     "advance": "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)",
     "batch_metadata": "import os\ndef test_a(): os.abort()",
     "fp8_linear": "def test_a(): assert 1 == 2, 'wrong sum'",
-    "grouped_linear": "import pytest\ndef test_a(): pytest.skip()",  # an op whose test is skipped is not proven
+    "grouped_linear": "import pytest\ndef test_a(): pytest.skip()",  # an op with a skipped test is not proven
     "ragged_rows": "import no_such_module",
 }
 
@@ -216,8 +216,10 @@ def test_a_row_of_a_kernel_has_its_fingerprint_and_one_without_is_not_recorded(
 def test_parts_of_a_run_have_every_file_once_and_are_about_as_long(of: int) -> None:
     paths = prove.every_file()
     parts = [prove.share(paths, f"{index}/{of}") for index in range(1, of + 1)]
-    assert sorted(path for part in parts for path in part) == paths
-    lengths = [sum(prove.PARTS.get(path.stem.removeprefix("test_"), 1) for path in part) for part in parts]
+    assert sorted(path for paths_of_part in parts for path in paths_of_part) == paths
+    lengths = [
+        sum(prove.PARTS.get(path.stem.removeprefix("test_"), 1) for path in paths_of_part) for paths_of_part in parts
+    ]
     assert max(lengths) - min(lengths) <= 1
 
 
@@ -225,8 +227,8 @@ def test_a_second_part_adds_its_rows_to_those_of_the_first(tmp_path: Path) -> No
     record, stems = record_of(tmp_path, "old"), ("global_topk", "advance")
     paths = [Path(f"test_{stem}.py") for stem in stems]
     for index in (1, 2):
-        own = prove.share(paths, f"{index}/2")
-        prove.prove(own, False, STAMP, record, tmp_path, lambda paths: [prove.Outcome(p, "passed", 1) for p in paths])
+        half = prove.share(paths, f"{index}/2")
+        prove.prove(half, False, STAMP, record, tmp_path, lambda paths: [prove.Outcome(p, "passed", 1) for p in paths])
     assert ops_in(record) == ["advance", "global_topk", "old"]
 
 

@@ -23,11 +23,11 @@ SHARED = {
 }
 """Folders of a tree that belong to no family."""
 MOST_REACHED = 12
-"""Files of its own family that an op's kernels may import, directly or not."""
+"""Files of the op's family that its kernels may import, directly or not."""
 WIDE = 10
 """Arguments that make an op wide."""
 MOST_COPIES = 3
-"""Places that may spell out the arguments of a wide op: its schema beside them."""
+"""Places that may spell out the arguments of a wide op, in addition to its schema."""
 
 
 def home(op: str) -> str:
@@ -37,21 +37,21 @@ def home(op: str) -> str:
 
 def family(op: str, root: Path) -> str:
     """Family of an op, by where its definition lies."""
-    found = [name for name in FAMILIES if (root / "dsv4_compile" / "reference" / name / f"{home(op)}.py").exists()]
-    assert len(found) == 1, f"{op}: reference/<family>/{home(op)}.py exists in {found or 'no family'}"
-    return found[0]
+    families = [name for name in FAMILIES if (root / "dsv4_compile" / "reference" / name / f"{home(op)}.py").exists()]
+    assert len(families) == 1, f"{op}: reference/<family>/{home(op)}.py exists in {families or 'no family'}"
+    return families[0]
 
 
 def reached(op: str, imports: dict[str, set[str]], root: Path) -> set[str]:
     """Kernel files of an op's own family that its entry file imports, directly or not, with itself."""
     room = f"kernels/{family(op, root)}/"
-    found, waiting = set[str](), [f"{room}{home(op)}.py"]
+    files, waiting = set[str](), [f"{room}{home(op)}.py"]
     while waiting:
         path = waiting.pop()
-        if path not in found and path.startswith(room):
-            found.add(path)
+        if path not in files and path.startswith(room):
+            files.add(path)
             waiting += imports[path]
-    return found
+    return files
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,8 @@ def _imported(path: str, tree: ast.Module) -> Iterator[str]:
 def test_folders_of_a_tree_are_families_and_what_they_share(root: Path) -> None:
     for tree, shared in SHARED.items():
         folder = root / tree if (root / tree).is_dir() else root / "dsv4_compile" / tree
-        found = {path.name for path in folder.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-        assert found - shared <= set(FAMILIES), tree
+        folders = {path.name for path in folder.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+        assert folders - shared <= set(FAMILIES), tree
     entries = {path.name for path in (root / "kernels").iterdir()} - {"__pycache__"}
     assert entries <= {*FAMILIES, *SHARED["kernels"], "README.md"}, "a file that lies in no family"
 
@@ -110,18 +110,18 @@ def test_an_op_lies_in_one_file_of_its_name_in_every_tree(op: str, root: Path, i
 
 @pytest.mark.parametrize("op", sorted(KERNELS))
 def test_an_op_reaches_few_files_of_its_family(op: str, imports: dict[str, set[str]], root: Path) -> None:
-    found = reached(op, imports, root)
-    assert len(found) <= MOST_REACHED, sorted(found)
+    files = reached(op, imports, root)
+    assert len(files) <= MOST_REACHED, sorted(files)
 
 
 def test_no_imports_go_in_a_circle(imports: dict[str, set[str]]) -> None:
     # A package's __init__ imports its modules, which may import other modules of the package: no circle of files.
-    files = {path: {p for p in found if not p.endswith("__init__.py")} for path, found in imports.items()}
-    files = {path: found for path, found in files.items() if not path.endswith("__init__.py")}
-    while leaves := [path for path, found in files.items() if not found]:
+    files = {path: {p for p in imported if not p.endswith("__init__.py")} for path, imported in imports.items()}
+    files = {path: imported for path, imported in files.items() if not path.endswith("__init__.py")}
+    while leaves := [path for path, imported in files.items() if not imported]:
         for leaf in leaves:
             del files[leaf]
-        files = {path: found - set(leaves) for path, found in files.items()}
+        files = {path: imported - set(leaves) for path, imported in files.items()}
     assert sorted(files) == []
 
 
@@ -135,7 +135,7 @@ def spelled(trees: dict[str, ast.Module]) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("op", sorted(op for op in OPS if len(OPS[op]._schema.arguments) >= WIDE))
 def test_a_wide_signature_is_spelled_out_in_few_places(op: str, spelled: list[tuple[str, list[str]]]) -> None:
     names = [argument.name for argument in OPS[op]._schema.arguments]
-    places = Counter(path for path, found in spelled if found[: len(names)] == names)
+    places = Counter(path for path, arguments in spelled if arguments[: len(names)] == names)
     assert sum(places.values()) <= MOST_COPIES, places
 
 
@@ -144,5 +144,7 @@ def _names(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
     if isinstance(node, ast.FunctionDef):
         return [argument.arg for argument in node.args.posonlyargs + node.args.args + node.args.kwonlyargs]
     return [
-        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        field.target.id
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     ]

@@ -122,6 +122,6 @@ def test_the_format_of_caches_has_one_name() -> None:
         {"kv_cache_dtype": "fp8", "cache_format": "bfloat16"},
         {"kv_cache_dtype": layer.cache_format, "hadamard": True},
     )
-    for given in wrong:
+    for options in wrong:
         with pytest.raises(DSV4Error, match="E202"):
-            caches(**given)
+            caches(**options)

@@ -33,7 +33,7 @@ PRIVATE = {
 }
 """Private words as patterns, and the word of the field that each stands for."""
 TABLE_OF_WORDS = "CONTRIBUTING.md"
-"""The page whose table lists the private words themselves."""
+"""The page with the table of the private words themselves."""
 FIRST_WORDS = ("Of", "As", "What", "Those", "The same", "See")
 """Beginnings of a docstring that lean on a neighbour or say nothing."""
 UNFINISHED = (
@@ -45,7 +45,7 @@ UNFINISHED = (
     "dsv4_compile/testing/",
     "lowering/linear/",
 )
-"""Folders whose prose is not yet in these words."""
+"""Folders with prose that is not yet in these words."""
 WORD = re.compile("|".join(rf"\b(?:{pattern})\b" for pattern in PRIVATE), re.IGNORECASE)
 
 
@@ -63,18 +63,18 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield line and text of docstrings of modules, classes and functions, and of strings below constants."""
     for node in ast.walk(tree):
         body = node.body if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) else []
-        for each in body:
+        for statement in body:
             if (
-                isinstance(each, ast.Expr)
-                and isinstance(each.value, ast.Constant)
-                and isinstance(each.value.value, str)
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
+                and isinstance(statement.value.value, str)
             ):
-                yield each.lineno, each.value.value
+                yield statement.lineno, statement.value.value
 
 
 def private_words(path: str, text: str) -> list[str]:
     """Return each private word of a file with its place."""
-    return [f"{path}:{number} {found[0]!r}" for number, line in prose(path, text) for found in WORD.finditer(line)]
+    return [f"{path}:{number} {match[0]!r}" for number, line in prose(path, text) for match in WORD.finditer(line)]
 
 
 def test_prose_has_the_words_of_the_field(sources: dict[str, str], root: Path) -> None:
@@ -83,7 +83,7 @@ def test_prose_has_the_words_of_the_field(sources: dict[str, str], root: Path) -
     texts = {path: text for path, text in sources.items() if not path.startswith(UNFINISHED)}
     texts |= {str(page.relative_to(root)): page.read_text() for page in pages}
     texts |= {str(path.relative_to(root)): path.read_text() for path in sorted((root / "examples").rglob("*.py"))}
-    assert [found for path, text in texts.items() for found in private_words(path, text)] == []
+    assert [hit for path, text in texts.items() for hit in private_words(path, text)] == []
 
 
 def test_every_private_word_of_the_table_is_found(root: Path) -> None:
@@ -103,14 +103,14 @@ def test_every_private_word_of_the_table_is_found(root: Path) -> None:
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun(trees: dict[str, ast.Module]) -> None:
-    found = [
+    leaning = [
         f"{path}:{number} {text.split()[:3]}"
         for path, tree in trees.items()
         if not path.startswith(UNFINISHED)
         for number, text in docstrings(tree)
         if any(re.match(rf"\s*{word}\b", text) for word in FIRST_WORDS)
     ]
-    assert found == []
+    assert leaning == []
 
 
 def test_docstrings_of_constants_and_functions_are_both_read() -> None:
