@@ -28,7 +28,7 @@ from .kinds import Repeated
 from .model import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, cache_like, hf
 from .shared_weights import ReadSettings, SharedWeights, why_unreadable
 from .undo import undone_on_failure
-from .weight_types import check_weights
+from .weight_types import check_weights, embedding_weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -134,7 +134,8 @@ def convert(
         why="weights that move there could not be loaded or moved again",
         fix="convert outside, and run the model inside",
     )
-    device, dtype = model.model.embed_tokens.weight.device, model.model.embed_tokens.weight.dtype
+    embedding = embedding_weight(model.model)
+    device, dtype = embedding.device, embedding.dtype
     check(
         torch.get_default_device().type != "meta" or device.type == "meta",
         "E208",

@@ -255,15 +255,23 @@ def check_call(model: Any, arguments: dict[str, Any]) -> None:
     check(not arguments.get("output_attentions"), "E208", got="output_attentions=True", why=NO_WEIGHTS)
     check_ids(input_ids)
     device = model.dsv4_cache.seq_lens.device
+    if input_ids.device != device or device.type == "meta":
+        fail(
+            "E208",
+            got=f"input_ids on {input_ids.device} for a model that was converted on {device}",
+            fix="pass input_ids.to(model.device); after moving the model, revert and convert it",
+        )
     if torch.is_autocast_enabled(device.type):
         refuse_autocast(device.type)
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point()):
+    if mask is not None and not (
+        isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point() and mask.device == device
+    ):
         fail(
             "E208",
             got=f"attention_mask of type {type(mask).__name__}"
-            + (f", shape {tuple(mask.shape)} and dtype {mask.dtype}" if isinstance(mask, Tensor) else ""),
+            + (f" on {mask.device}, shape {tuple(mask.shape)}, dtype {mask.dtype}" if isinstance(mask, Tensor) else ""),
             why="every token attends to the kept tokens before it, and to nothing else",
-            fix="pass integers or booleans [batch, columns], nonzero for a token",
+            fix=f"pass integers or booleans [batch, columns] on {device}, nonzero for a token",
         )
 
 

@@ -75,6 +75,8 @@ _LINEARS = (nn.Linear, FP8Linear)
 _SILU = Activation("silu", (type(ACT2FN["silu"]), nn.SiLU), (nn.functional.silu,))
 _SCORES = Activation("sqrtsoftplus", (type(ACT2FN["sqrtsoftplus"]),))
 _LINEAR = Part(_LINEARS, {"bias": None, "activation_scale": None})
+_FORWARD_REPLACED = (hf.DeepseekV4Attention, hf.DeepseekV4Model)
+"""Classes whose forward takes other arguments in a converted model."""
 _ONCE = ("layer_type", *FLAGS)
 """Values that describe a module as it was built, and that no call of it reads alone."""
 READ = (
@@ -156,7 +158,8 @@ def around_parts(layer: Any, streams: int) -> dict[str, Part]:
     """
     hash_routed = getattr(submodule(layer, "mlp"), "is_hash", False)
     limit = getattr(submodule(layer, "mlp.experts"), "limit", None)
-    parts = {"": Part((hf.DeepseekV4DecoderLayer,)), "mlp": Part((hf.DeepseekV4SparseMoeBlock,))}
+    mixture = Part((hf.DeepseekV4SparseMoeBlock,), {"is_hash": hash_routed})
+    parts = {"": Part((hf.DeepseekV4DecoderLayer,)), "mlp": mixture}
     for hc, norm in (("attn_hc", "input_layernorm"), ("ffn_hc", "post_attention_layernorm")):
         eps = getattr(submodule(layer, norm), "variance_epsilon", None)
         parts[hc] = Part((hf.DeepseekV4HyperConnection,), {"hc_mult": streams})
@@ -240,6 +243,8 @@ def _named(place: Place) -> str:
 
 def check_layers(layers: Any, config: DeepseekV4Config) -> None:
     """Raise E208 unless layers have attention of their own, and distinct caches: as a `layer_idx` of their own."""
+    if not isinstance(layers, nn.Module):  # its layers would not be seen as modules
+        fail("E208", got=f"layers in a {type(layers).__name__}", fix="put them in an nn.ModuleList")
     if not len(layers):
         fail("E208", got="a model without layers")
     seen: dict[int, int] = {}
@@ -308,6 +313,8 @@ def _check_place(place: Place) -> None:
     forward = type(place.module).forward.__module__
     if not forward.startswith(("torch.", "transformers.")):
         _refuse_value(f"{name} with a forward from {forward}", "the class was patched", around)
+    if type(place.module) in _FORWARD_REPLACED and "forward" in vars(place.module):
+        _refuse_value(f"{name} with a forward of its own", "it would call the one that convert replaces", False)
     for attribute, wanted in place.part.values.items():
         value = getattr(place.module, attribute, wanted)
         if isinstance(wanted, Activation):

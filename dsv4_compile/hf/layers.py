@@ -20,6 +20,7 @@ from ..parallel import Ranks, all_reduce
 from .expected import CALLED, READ, READ_HEAD
 from .inputs import check_autocast
 from .shared_weights import ReadModules
+from .weight_types import embedding_weight
 
 hf: Any = modeling_deepseek_v4
 """Module of transformers, untyped because its submodules have the type `Tensor | Module`."""
@@ -181,7 +182,7 @@ class ReadParts:
         """Let the layers run with the parameters that modules have now. Raises E208 for what they cannot run with."""
         for modules in self.modules:
             modules.check()
-        tokens = self.model.embed_tokens.weight.shape[0]
+        tokens = embedding_weight(self.model).shape[0]
         for moe in self.moe:
             moe.arrange()
             check(

@@ -108,6 +108,14 @@ class RunningModel:
         same = isinstance(model, CompilableForCausalLM) and model.model.__dict__.get("dsv4_cache") is self._cache
         if not same:
             fail("E208", got="a model that was reverted, or converted again", fix="make another RunningBatch")
+        for module in (model, model.model):
+            if addition := _passed_over(module):
+                fail(
+                    "E208",
+                    got=f"a {type(module).__name__} with {addition}",
+                    why="a running batch calls the layers and lm_head",
+                    fix="remove it, or put it on a layer, model.model.embed_tokens or model.lm_head",
+                )
         check_call(model.model, {"input_ids": self._ids})
 
     def prepare_join(self) -> None:
@@ -187,6 +195,16 @@ class RunningModel:
             (numbers,) = part.floats.send([number for progress in served for number in progress.sampling.draw()])
             likeliest = choose_tokens(logits, numbers.view(-1, COLUMNS), likeliest)
         self._chosen.index_copy_(0, places, likeliest)
+
+
+def _passed_over(module: nn.Module) -> str:
+    """Return what a caller has added to the call of `module` and a running batch would not run, or ""."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "forward hooks"
+    forward: Any = vars(module).get("forward")
+    compiled: Any = getattr(forward, "_torchdynamo_orig_callable", forward)  # torch.compile(model.forward)
+    replaced = forward is not None and getattr(compiled, "__func__", None) is not type(module).forward
+    return "a forward of its own" if replaced else ""
 
 
 def _run(part: Part, slots: Slots, tokens: Mapping[Progress, list[int]], *places: list[int]) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from ..errors import check, fail
 from ..loading import hf_name
 from ..modules import DeepseekV4Attention
 from .expected import check_untied, held_values, hf
+from .weight_types import is_plain
 
 
 class _Shared(NamedTuple):
@@ -160,7 +161,7 @@ def _rounded_from(buffer: Tensor, converted: Tensor) -> bool:
     Transformers computes with rounded frequencies then; the tables of converted layers stay exact.
     """
     dtypes = (buffer.dtype, torch.float16, torch.bfloat16)
-    return any(torch.equal(buffer, converted.to(dtype).to(buffer)) for dtype in dtypes)
+    return not buffer.is_meta and any(torch.equal(buffer, converted.to(dtype).to(buffer)) for dtype in dtypes)
 
 
 def _changed(name: str, what: str) -> NoReturn:
@@ -221,7 +222,7 @@ class SharedWeights:
             parameter = each.theirs.get(each.leaf)
             if parameter is each.parameter and parameter.data_ptr() == each.address:
                 continue
-            if type(parameter) is not nn.Parameter:
+            if not is_plain(parameter):
                 self.modules.refuse(each.name, f"is a {type(parameter).__name__}, not a plain parameter")
             assert isinstance(parameter, nn.Parameter)
             _check_stored_alike(parameter, each.parameter, f"{each.name} of {self.layer}")
