@@ -9,6 +9,10 @@
 #include <cstring>
 #include <limits>
 
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#endif
+
 #include "common.h"
 
 #ifdef __AVX512F__
@@ -21,22 +25,14 @@ typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
 // Rows, and columns, of a block; and rows where a block has no columns.
 constexpr int BLOCK = 4, WIDE_BLOCK = 8;
 
-// Multiplications and additions may fuse in the sums of this file, and nowhere else.
-#if defined(__clang__)
-#pragma clang fp contract(fast)
-#elif defined(__GNUC__)
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast")
-#endif
-
 static inline Vector load(const float* x) {
   Vector v;
   std::memcpy(&v, x, sizeof v);
   return v;
 }
 
-// a * b + c, rounded once wherever the CPU can. Compilers may vectorise the multiplications of a scalar loop and leave its
-// additions in order, for one size of a block and not for the next: a call leaves them no choice.
+// a * b + c, rounded once where the CPU has such an instruction. Left to themselves, compilers fuse for one size of a
+// block and not for the next: some avoid chains of fused sums on some CPUs, others vectorise half of a scalar loop.
 static inline float fused(float a, float b, float c) {
 #ifdef __FMA__
   return __builtin_fmaf(a, b, c);
@@ -44,6 +40,18 @@ static inline float fused(float a, float b, float c) {
   return a * b + c;
 #endif
 }
+
+static inline Vector fused(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+static inline Vector all(float x) { return x - Vector{}; }
 
 // The sum of all lanes, halves first.
 static inline float over_lanes(Vector v) {
@@ -71,7 +79,7 @@ static void dot_block(const float* const* a, const float* const* b, i64 n, float
     for (int c = 0; c < C; ++c) {
       const Vector y = load(b[c] + i);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) parts[r][c] += x[r] * y;
+      for (int r = 0; r < R; ++r) parts[r][c] = fused(x[r], y, parts[r][c]);
     }
   }
 #pragma GCC unroll 4
@@ -94,8 +102,9 @@ static void weighted_block(const float* weights, i64 stride, const float* const*
       const Vector x[2] = {load(rows[k] + i), load(rows[k] + i + LANES)};
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        parts[r][0] += weights[r * stride + k] * x[0];
-        parts[r][1] += weights[r * stride + k] * x[1];
+        const Vector weight = all(weights[r * stride + k]);
+        parts[r][0] = fused(weight, x[0], parts[r][0]);
+        parts[r][1] = fused(weight, x[1], parts[r][1]);
       }
     }
     for (int r = 0; r < R; ++r) std::memcpy(out[r] + i, parts[r], sizeof parts[r]);
@@ -115,8 +124,8 @@ static inline float dot(const float* a, const float* b, i64 n) {
   i64 i = 0;
   for (; i + PARTS * LANES <= n; i += PARTS * LANES)
 #pragma GCC unroll 8
-    for (int p = 0; p < PARTS; ++p) parts[p] += load(a + i + p * LANES) * load(b + i + p * LANES);
-  for (; i + LANES <= n; i += LANES) parts[0] += load(a + i) * load(b + i);
+    for (int p = 0; p < PARTS; ++p) parts[p] = fused(load(a + i + p * LANES), load(b + i + p * LANES), parts[p]);
+  for (; i + LANES <= n; i += LANES) parts[0] = fused(load(a + i), load(b + i), parts[0]);
 #pragma GCC unroll 8
   for (int half = PARTS / 2; half > 0; half /= 2)
 #pragma GCC unroll 8
@@ -134,10 +143,6 @@ static inline float total(const float* x, i64 n) {
   for (; i < n; ++i) sum += x[i];
   return sum;
 }
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC pop_options
-#endif
 
 // out[r][c] is the sum of a[r] times b[c], both of n elements; rows of `out` are `stride` apart.
 static inline void dots(const float* const* a, i64 rows, const float* const* b, i64 columns, i64 n, float* out,
