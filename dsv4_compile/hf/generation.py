@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation.streamers import TextIteratorStreamer, TextStreamer
@@ -27,6 +28,8 @@ LOCK = threading.Lock()
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, str, Tensor, torch.dtype, torch.device)
 _PLAIN += (GenerationConfig, PagedCache, CacheHandle, TextStreamer, TextIteratorStreamer)
 """Types of arguments of `generate` that bring no code of the caller."""
+CHUNKS_SKIP_CACHED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
+"""Whether transformers passes only new tokens in chunks of a prompt whose first columns are cached."""
 _OF_COMPILE = ("forward", "_compiled_call_impl")
 """Attributes with which torch.compile replaces what a module's class has."""
 
@@ -75,12 +78,23 @@ def generating(undisturbed: bool) -> Iterator[None]:
             cache.holder = None
 
 
-def check_prompt(args: tuple[Any, ...], kwargs: dict[str, Any], held: PagedCache | None) -> None:
+def check_prompt(args: tuple[Any, ...], kwargs: dict[str, Any], held: PagedCache | None, default: Any) -> None:
     """Raise E208 for arguments of `generate` whose prompt is no tensor, or has no column after those of the cache.
 
     Args:
         held: the cache that the caller passed, or None.
+        default: the model's generation configuration.
     """
+    positional = next((value for value in args if isinstance(value, GenerationConfig)), None)
+    configs = kwargs.get("generation_config"), positional, default
+    chunk = kwargs.get("prefill_chunk_size", next((c.prefill_chunk_size for c in configs if c is not None), None))
+    if chunk is not None and held is not None and held.appended and not CHUNKS_SKIP_CACHED:
+        fail(
+            "E208",
+            got=f"prefill_chunk_size={chunk} with a cache that holds {held.appended} columns",
+            why=f"transformers {transformers.__version__} passes the cached tokens again",
+            fix="pip install 'transformers>=5.21', or leave prefill_chunk_size out for further turns of a chat",
+        )
     prompts = (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
     ids = next((given for given in prompts if given is not None), None)
     if ids is None:

@@ -296,7 +296,8 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         cache = given_cache(kwargs)
         if cache is not None:
             kwargs[CACHE_NAME] = cache
-        check_prompt(args, kwargs, None if cache is None else held_by(self.model, cache))
+        held = None if cache is None else held_by(self.model, cache)
+        check_prompt(args, kwargs, held, self.generation_config)
         with generating(not has_block(self.model) and is_undisturbed(self, args, kwargs)):
             return super().generate(*args, **kwargs)
 

@@ -144,13 +144,11 @@ def test_tables_of_concurrent_runs_are_both_kept_and_written_atomically(
     assert measured.update({"rows": rows, **stamp}) == 1
     table_text = path.read_text()
     assert [row["op"] for row in json.loads(table_text)["measured"]] == ["q_norm_rope", "inv_rope"]
-    write = Path.write_text
 
-    def interrupted(path: Path, text: str, **how: str) -> int:
-        write(path, text[: len(text) // 2], **how)
+    def interrupted(new: Path, path: Path) -> Path:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", interrupted)
+    monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         measured.update({"rows": rows, **stamp})
     assert path.read_text() == table_text

@@ -342,13 +342,11 @@ def test_the_copy_rate_is_of_the_fastest_copy(monkeypatch: pytest.MonkeyPatch) -
 def test_a_record_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record: dict[str, Any] = {"scenario": "one", "rows": []}
     list(bench.record.collect(record, iter([{"us": 1.0}]), tmp_path))
-    write = Path.write_text
 
-    def interrupt(path: Path, text: str) -> int:
-        write(path, text[: len(text) // 2])
+    def interrupt(new: Path, path: Path) -> Path:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", interrupt)
+    monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         list(bench.record.collect(record, iter([{"us": 2.0}]), tmp_path))
     (row,) = json.loads((tmp_path / "one.json").read_text())["rows"]

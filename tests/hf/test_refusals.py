@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from dsv4_compile import DSV4Error, hf
+from dsv4_compile.hf import generation
 from dsv4_compile.hf.cache import CACHE_NAME
+from dsv4_compile.hf.generation import CHUNKS_SKIP_CACHED
 from dsv4_compile.hf.tiny import tiny_model
 from tests.hf.small import LAYERS, close, random_ids
 
@@ -59,9 +61,28 @@ def test_a_prompt_that_the_cache_holds_is_refused(prompt: str, chunk: int | None
             model.generate(*arguments, past_key_values=cache, **named, **options)
     assert cache.get_seq_length() == 25
     turn = torch.cat((answer, random_ids(1, 4)), dim=1)  # the cache is as it was
+    if chunk is not None and not CHUNKS_SKIP_CACHED:
+        with pytest.raises(DSV4Error, match="prefill_chunk_size=8 with a cache that holds"):
+            model.generate(turn, past_key_values=cache, **options)
+        options = OPTIONS
     assert torch.equal(model.generate(turn, past_key_values=cache, **options), original.generate(turn, **OPTIONS))
     cache.reset()  # the advice
     assert torch.equal(model.generate(again, past_key_values=cache, **options), original.generate(again, **OPTIONS))
+
+
+def test_chunks_of_a_transformers_that_repeats_cached_tokens_are_refused(
+    model: Any, original: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "CHUNKS_SKIP_CACHED", False)
+    cache, first = hf.new_cache(model), random_ids(1, 20)
+    answer = model.generate(first, past_key_values=cache, prefill_chunk_size=8, **OPTIONS)
+    turn = torch.cat((answer, random_ids(1, 4)), dim=1)
+    config = copy.deepcopy(model.generation_config)
+    config.prefill_chunk_size = 8
+    for chunks in ({"prefill_chunk_size": 8}, {"generation_config": config}):
+        with pytest.raises(DSV4Error, match="prefill_chunk_size=8 with a cache that holds 25 columns"):
+            model.generate(turn, past_key_values=cache, **chunks, **OPTIONS)
+    assert torch.equal(model.generate(turn, past_key_values=cache, **OPTIONS), original.generate(turn, **OPTIONS))
 
 
 def test_new_tokens_with_the_mask_of_all_continue_a_cache(model: Any, original: Any) -> None:
