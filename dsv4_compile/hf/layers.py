@@ -158,6 +158,10 @@ class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
         """Leave out the matrices, which a copy builds from the parameters."""
         return self.__dict__ | {"shared_w13": None, "shared_w13_scale": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.arrange()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompilableMoe:
         super()._apply(fn, recurse)
         self.arrange()
