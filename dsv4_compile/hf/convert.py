@@ -21,6 +21,7 @@ from ..rope_tables import cos_sin_cache
 from ..selection import proven
 from ..sizes import check_optional_size, check_size
 from . import adapters, layers, split
+from ._compat import save_as_quantised
 from .cache import RESIZE, PagedCache
 from .expected import READ, READ_HEAD, check_layers, check_model, check_untied
 from .guards import REPEATS, STATE, TENSORS
@@ -197,6 +198,7 @@ def convert(
     if read is not None:
         read.adopt()
     register_recorded_outputs(model.model)
+    save_as_quantised(model)
     return model
 
 

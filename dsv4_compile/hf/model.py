@@ -24,6 +24,7 @@ from ..errors import check, fail
 from ..metadata import AttentionMetadata
 from ..runtime.repeated_layers import begin_layer, end_layer, marks_are_written_out, repeat_layer
 from ..sizes import check_optional_size
+from ._compat import why_not_saved
 from .cache import CACHE_NAME, RESIZE, PagedCache, given_cache
 from .entry import NO_WEIGHTS, RECORDED, WHY_NOT_WHOLE, EnteredOnHost, held_by, refuse_uncalled
 from .generation import check_prompt, generating, is_undisturbed, take_own
@@ -311,6 +312,18 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         )
 
     continuous_batching_context_manager = generate_batch = init_continuous_batching
+
+    def save_pretrained(
+        self, save_directory: Any, *args: Any, save_original_format: bool = True, **kwargs: Any
+    ) -> None:
+        """Write the model as transformers does, under the names that checkpoints have.
+
+        Raises E208 for quantised experts with `save_original_format=False`, and with a transformers that loses scales.
+        """
+        why = why_not_saved(self, save_original_format)
+        fix = "leave save_original_format unset, with the newest transformers; or load(..., dequantize=True)"
+        check(not why, "E208", got="save_pretrained of a model with quantised experts", why=why, fix=fix)
+        super().save_pretrained(save_directory, *args, save_original_format=save_original_format, **kwargs)
 
     def _prepare_cache_for_generation(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,20 @@ _NEEDED: dict[str, Any] = {
 """Values of a configuration that the ops around attention stand for."""
 _SCORED = ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids")
 """Fields of `generation_config.json` by whose tokens scores are indexed."""
+_QUANTISED: dict[str, Any] = {
+    "quant_method": "fp8",
+    "weight_block_size": [WEIGHT_TILE, WEIGHT_TILE],
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+}
+"""Fields of `quantization_config` that every quantised DeepSeek-V4 has."""
 _MATRICES = 3
 """Matrices of an expert: gate, up and down."""
 _LAYER = re.compile(r"layers\.([0-9]{1,9})\.")
 _EXPERT = re.compile(r"layers\.[0-9]{1,9}\.ffn\.experts\.([0-9]{1,9})\.w[123]\.weight")
 
 
-def model_config(raw: Mapping[str, Any], dequantize: bool) -> Any:
+def model_config(raw: Mapping[str, Any]) -> Any:
     """Return transformers' configuration, with eager attention, or raise E205 for a model that cannot be loaded.
 
     Keys that are not in `MODEL` do not reach transformers, which fetches and runs code that some of them name.
@@ -73,9 +80,6 @@ def model_config(raw: Mapping[str, Any], dequantize: bool) -> Any:
             "E205",
             got=f"{name}={token} with vocab_size={config.vocab_size}",
         )
-    for name in ("quantization_config", "expert_dtype"):
-        if dequantize and hasattr(config, name):
-            delattr(config, name)
     return config
 
 
@@ -94,13 +98,25 @@ def _check_same(ours: DeepseekV4Config, theirs: DeepseekV4Config) -> None:
         )
 
 
+def describe_quantization(config: Any, floating: Sequence[str], *, expert_dtype: str, scale_format: str) -> None:
+    """Let a configuration of quantised weights say how they are stored, as transformers reads it.
+
+    Args:
+        floating: paths of modules that are not quantised, and could be.
+        expert_dtype: "fp8" or "fp4".
+        scale_format: "ue8m0" or "float".
+    """
+    before = getattr(config, "quantization_config", None) or {}
+    stored: dict[str, Any] = _QUANTISED | {"scale_fmt": scale_format, "expert_dtype": expert_dtype}
+    if floating:  # a list of modules replaces that of transformers, which is the head
+        skipped = ("lm_head", *before.get("modules_to_not_convert", ()), *floating)
+        stored["modules_to_not_convert"] = list(dict.fromkeys(skipped))
+    config.quantization_config = before | stored
+    config.expert_dtype = expert_dtype
+
+
 def _check_quantization(quantization: Mapping[str, Any]) -> None:
-    for name, wanted in {
-        "quant_method": "fp8",
-        "weight_block_size": [WEIGHT_TILE, WEIGHT_TILE],
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-    }.items():
+    for name, wanted in _QUANTISED.items():
         got = quantization.get(name, wanted)
         check(
             got == wanted,

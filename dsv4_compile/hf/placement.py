@@ -30,7 +30,7 @@ from ..checkpoints.reader import Index
 from ..errors import DSV4Error, error
 from ..layout import MX_TILE, WEIGHT_TILE, cdiv
 from .checkpoint import Checkpoint, Problems, official_name
-from .model_config import check_counts, model_config
+from .model_config import check_counts, describe_quantization, model_config
 
 hf: Any = modeling_deepseek_v4
 """Module of transformers, untyped because its submodules have the type `Tensor | Module`."""
@@ -99,7 +99,7 @@ def place(checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, dequantiz
     Raises E205 for a configuration that is not DeepSeek-V4's, E207 for one of more layers or experts than are stored.
     Other tensors that do not fit are `problems`.
     """
-    config = model_config(checkpoint.config, dequantize)
+    config = model_config(checkpoint.config)
     check_counts(config, checkpoint.tensors)
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
@@ -183,6 +183,25 @@ class _Planner:
                 if "shared_experts" in path:
                     self.check_divides(path, kind, config.moe_intermediate_size, WEIGHT_TILE)
             self.model.set_submodule(path, made)
+        self.describe()
+
+    def describe(self) -> None:
+        """Let the configuration say what is quantised, whatever `config.json` says: `save_pretrained` writes it."""
+        ends = (*QUANTISED, ".mlp.experts")
+        modules = {path: module for path, module in self.model.named_modules() if path.endswith(ends)}
+        quantised = [module for module in modules.values() if isinstance(module, (FP8Linear, FP8Experts))]
+        if quantised:
+            parameters = [parameter.dtype for module in quantised for parameter in module.parameters()]
+            describe_quantization(
+                self.model.config,
+                [path for path, module in modules.items() if module not in quantised],
+                expert_dtype="fp4" if torch.int8 in parameters else "fp8",
+                scale_format="float" if torch.float32 in parameters else "ue8m0",
+            )
+            return
+        for name in ("quantization_config", "expert_dtype"):
+            if hasattr(self.model.config, name):
+                delattr(self.model.config, name)
 
     def check_divides(self, path: str, kind: str, inner: int, hidden: int) -> None:
         """Report sizes whose blocks of scales would cross from gate to up."""
