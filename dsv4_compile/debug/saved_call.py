@@ -232,13 +232,13 @@ def _check_sizes(call: SavedCall, held: int) -> None:
 
 
 def _check_division(call: SavedCall) -> None:
-    """Raise E201 for integers whose quotient by -1 has no 64 bits: a CPU that divides them ends the process."""
+    """Raise E201 for integers with a quotient by -1 beyond 64 bits: a CPU that divides them ends the process."""
     if call.op.namespace != "aten" or call.op.overloadpacket.__name__ not in _DIVISIONS:
         return
     tensors = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor) and value.numel())
     for value in tensors:
-        whole = not value.is_floating_point() and value.dtype.is_signed
-        if whole and int(value.min()) == torch.iinfo(value.dtype).min:
+        is_signed_int = not value.is_floating_point() and value.dtype.is_signed
+        if is_signed_int and int(value.min()) == torch.iinfo(value.dtype).min:
             _refuse(f"a division of {int(value.min())}")
 
 

@@ -17,29 +17,29 @@ def matches(old: Sequence[Hashable], new: Sequence[Hashable]) -> list[Pair]:
     Equal beginnings and ends are matched, then elements that occur as often in both, as in a patience diff, then what
     lies between those.
     """
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     spans = [(0, len(old), 0, len(new), _ROUNDS)]
     while spans:
         i, i_end, j, j_end, rounds = spans.pop()
         while i < i_end and j < j_end and old[i] == new[j]:
-            found.append((i, j))
+            pairs.append((i, j))
             i, j = i + 1, j + 1
         while i < i_end and j < j_end and old[i_end - 1] == new[j_end - 1]:
             i_end, j_end = i_end - 1, j_end - 1
-            found.append((i_end, j_end))
+            pairs.append((i_end, j_end))
         anchors = _anchors(_places(old, i, i_end), _places(new, j, j_end)) if rounds else []
-        found += anchors
+        pairs += anchors
         if anchors:
             limits = [(i - 1, j - 1), *anchors, (i_end, j_end)]
             spans += [(a + 1, c, b + 1, d, rounds - 1) for (a, b), (c, d) in pairwise(limits)]
-    return sorted(found)
+    return sorted(pairs)
 
 
 def _places(sequence: Sequence[Hashable], begin: int, end: int) -> dict[Hashable, list[int]]:
     """Return the places of each element within a span."""
     places: dict[Hashable, list[int]] = {}
-    for place in range(begin, end):
-        places.setdefault(sequence[place], []).append(place)
+    for position in range(begin, end):
+        places.setdefault(sequence[position], []).append(position)
     return places
 
 
