@@ -1,4 +1,4 @@
-"""Time reading weights into a device beside the disk and the copy: python examples/benchmarks/read_weights.py
+"""Time reading weights into a device next to disk reads and copies: python examples/benchmarks/read_weights.py
 
 Writes a safetensors file of bfloat16 matrices to a temporary folder and reads it, in GB/s: plain reads into one buffer
 (read), copies of a pinned buffer to the device (copy), `hf.load`'s reader, and safetensors' own loader. The file is in
