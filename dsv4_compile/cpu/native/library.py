@@ -43,13 +43,19 @@ class Unusable(OSError):
 def find_compiler() -> list[str]:
     """Return the C++ compiler, CXX with its arguments or the first on PATH. Raises Unusable if there is none."""
     named = shlex.split(os.environ.get("CXX", ""), posix=os.name != "nt")
-    words = named or [next(filter(shutil.which, _COMPILERS), "")]
+    words = named or [next(filter(_which, _COMPILERS), "")]
     if not words[0]:
         raise Unusable(f"no C++ compiler: none of {', '.join(_COMPILERS)} is on PATH, and CXX is not set")
-    program = None if words[0].startswith("-") else shutil.which(words[0])
+    program = None if words[0].startswith("-") else _which(words[0])
     if program is None:
         raise Unusable(f"no C++ compiler: CXX names {words[0]!r}, which is no program on PATH")
     return [os.path.abspath(program), *words[1:]]  # it runs in a different folder
+
+
+def _which(name: str) -> str | None:
+    """Return the path of a program, by PATH without its relative entries, which lead into the current folder."""
+    entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return shutil.which(name, path=os.pathsep.join(filter(os.path.isabs, entries)) or os.devnull)
 
 
 def load(folder: Path, key: str, command: Sequence[str], seconds: float) -> ctypes.CDLL:

@@ -232,6 +232,24 @@ def test_without_a_compiler_no_other_program_runs(
     assert "W603" in record.message and not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("path", ["", ":/none", ".", "bin:/none", "/none::"])
+@pytest.mark.parametrize("named", ["", "g++"])
+def test_no_compiler_of_the_current_folder_runs_unless_it_is_named_so(
+    path: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for program in (tmp_path / "g++", tmp_path / "bin" / "g++"):
+        program.write_text(f"#!/bin/sh\n: > {tmp_path}/ran\n")
+        program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(native, "_state", {})
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setenv("CXX", named)
+    assert build() is None and not (tmp_path / "ran").exists()
+    assert "W603" in caplog.text and "no C++ compiler" in caplog.text
+
+
 def test_a_compiler_may_be_named_from_the_current_folder(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler('cp "$good" "$out"')
     monkeypatch.setenv("CXX", "./compiler '--with one argument'")
