@@ -20,6 +20,8 @@ SAVED = Section("Saved", [Table([], [["report.save('report.html') writes this as
 _GAP = "  "
 _LABEL = 8
 _NARROWEST_COLUMN = 20
+_LONGEST_CELL = 4096
+"""Characters of a cell that are shown as text."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --dim: #666; --line: #ccc; --code: #f4f4f4;
@@ -121,7 +123,8 @@ def _row(row: Sequence[str], widths: Sequence[int], width: int) -> Iterator[str]
 
 
 def _fit(cell: str, size: int) -> list[str]:
-    return textwrap.wrap(cell, size, break_long_words=True, break_on_hyphens=False) or [""]
+    # textwrap copies what is left of a long word for each line.
+    return textwrap.wrap(clipped(cell, _LONGEST_CELL), size, break_long_words=True, break_on_hyphens=False) or [""]
 
 
 def html(report: Findings) -> str:

@@ -7,6 +7,7 @@ one that renames or removes a field, or changes its meaning, raises the number.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -101,6 +102,9 @@ def read_json(kind: type[Any], text: str, schema: str) -> Any:
     return _build(kind, data, "the report")
 
 
+_hints = functools.cache(get_type_hints)  # it compiles the annotations of a class, which records have thousands of
+
+
 def _build(kind: Any, value: Any, where: str) -> Any:
     """Return `value`, made of JSON's types, as an instance of the annotation `kind`. E201 for any other type."""
     origin, options = get_origin(kind), get_args(kind)
@@ -108,7 +112,7 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         return None if value is None else _build(next(item for item in options if item is not NoneType), value, where)
     if dataclasses.is_dataclass(kind):
         _expect(isinstance(value, dict), value, "an object", where)
-        hints, fields = get_type_hints(kind), dataclasses.fields(kind)
+        hints, fields = _hints(kind), dataclasses.fields(kind)
         plain = (item for item in fields if item.default is MISSING and item.default_factory is MISSING)
         missing = [item.name for item in plain if item.name not in value]
         _expect(not missing, missing, "an object with these fields", where)

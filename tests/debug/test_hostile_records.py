@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -111,6 +112,22 @@ def test_a_diff_of_other_files_prints_e201(tmp_path: Path, capsys: pytest.Captur
         error = capsys.readouterr().err
         assert error.startswith("[E201]")
         assert_tame(error)
+
+
+def test_records_of_any_size_take_a_moment() -> None:
+    made = replay()
+    made.nodes[0].op = made.nodes[1].module = "x" * 1_000_000
+    began = time.process_time()
+    assert len(str(made)) < 100_000 and len(str(made.diff(replay()))) < 100_000
+    content = replay().to_dict()
+    kept = content | {"nodes": [content["nodes"][0] | {"index": i} for i in range(1000)]}
+    assert len(ReplayReport.from_json(json.dumps(kept)).nodes) == 1000
+    assert time.process_time() - began < 2
+    kept["nodes"] = [node | {"after": [{"node": 0}] * 101} for node in kept["nodes"]]
+    for odd, got in ((kept, "101000 edges"), (content | {"graphs": "x" * 100_000}, "graphs 'x")):
+        with pytest.raises(DSV4Error, match=got) as caught:
+            ReplayReport.from_json(json.dumps(odd))
+        assert len(str(caught.value)) < 1000
 
 
 def assert_tame(text: str) -> None:

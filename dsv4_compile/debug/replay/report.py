@@ -23,6 +23,7 @@ from .rows import PARTS, Node, Replay, Total
 SCHEMA = "dsv4.replay/1"
 MOST_NODES = 10_000
 """Nodes of a record that is read: a step of the largest model has half as many."""
+MOST_EDGES = 10 * MOST_NODES
 _KERNEL_NAME = 48
 _SAVED = "report.save('replay.html') writes a page with a timeline, '.json' a record for `dsv4 explain --diff`."
 
@@ -56,10 +57,12 @@ class ReplayReport(Replay):
         report: ReplayReport = read_json(cls, text, SCHEMA)
         nodes = report.nodes
         known = report.graphs in NOISE_SHARE and len(nodes) <= MOST_NODES
-        got = f"{len(nodes)} nodes of graphs {report.graphs!r}"
+        got = f"{len(nodes)} nodes of graphs {clipped(repr(report.graphs), _KERNEL_NAME)}"
         check(known, "E201", got=got, rule=f"at most {MOST_NODES} nodes, of graphs {' or '.join(NOISE_SHARE)}")
+        edges = sum(len(node.after) for node in nodes)
+        check(edges <= MOST_EDGES, "E201", got=f"{edges} edges", rule=f"a record has at most {MOST_EDGES} edges")
         for i, node in enumerate(nodes):
-            got = f"node {i} with index {node.index}, part {node.part!r}"
+            got = f"node {i} with index {node.index}, part {clipped(repr(node.part), _KERNEL_NAME)}"
             check(node.index == i and node.part in PARTS, "E201", got=got, rule="nodes in order, of a known part")
             after = [edge.node for edge in node.after if not 0 <= edge.node < len(nodes)]
             check(not after, "E201", got=f"node {i} after node {after[:1]}", rule="edges between nodes of the report")
