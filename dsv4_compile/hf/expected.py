@@ -18,7 +18,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8GroupedLine
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from ..config import LAYER_TYPES, DeepseekV4Config
-from ..errors import fail
+from ..errors import check, fail
 from ..layout import WEIGHT_TILE
 from ..rope_tables import inv_freq
 from .experts_interface import FLAGS
@@ -243,8 +243,8 @@ def _named(place: Place) -> str:
 
 def check_layers(layers: Any, config: DeepseekV4Config) -> None:
     """Raise E208 unless layers have attention of their own, and distinct caches: as a `layer_idx` of their own."""
-    if not isinstance(layers, nn.Module):  # its layers would not be seen as modules
-        fail("E208", got=f"layers in a {type(layers).__name__}", fix="put them in an nn.ModuleList")
+    is_module = isinstance(layers, nn.Module)  # layers of a list would not be seen as modules
+    check(is_module, "E208", got=f"layers in a {type(layers).__name__}", fix="put them in an nn.ModuleList")
     if not len(layers):
         fail("E208", got="a model without layers")
     seen: dict[int, int] = {}
