@@ -102,7 +102,10 @@ def read_json(kind: type[Any], text: str, schema: str) -> Any:
     return _build(kind, data, "the report")
 
 
-_hints = functools.cache(get_type_hints)  # it compiles the annotations of a class, which records have thousands of
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Return the types of a class's fields: their texts are compiled, and a record has thousands of objects."""
+    return get_type_hints(kind)
 
 
 def _build(kind: Any, value: Any, where: str) -> Any:
@@ -112,7 +115,7 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         return None if value is None else _build(next(item for item in options if item is not NoneType), value, where)
     if dataclasses.is_dataclass(kind):
         _expect(isinstance(value, dict), value, "an object", where)
-        hints, fields = _hints(kind), dataclasses.fields(kind)
+        hints, fields = _hints(kind), dataclasses.fields(kind)  # type: ignore[arg-type]
         plain = (item for item in fields if item.default is MISSING and item.default_factory is MISSING)
         missing = [item.name for item in plain if item.name not in value]
         _expect(not missing, missing, "an object with these fields", where)

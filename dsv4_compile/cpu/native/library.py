@@ -54,8 +54,8 @@ def find_compiler() -> list[str]:
 
 def _which(name: str) -> str | None:
     """Return the path of a program, by PATH without its relative entries, which lead into the current folder."""
-    entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    return shutil.which(name, path=os.pathsep.join(filter(os.path.isabs, entries)) or os.devnull)
+    entries = filter(os.path.isabs, os.get_exec_path())
+    return shutil.which(name, path=os.pathsep.join(entries) or os.devnull)
 
 
 def load(folder: Path, key: str, command: Sequence[str], seconds: float) -> ctypes.CDLL:
