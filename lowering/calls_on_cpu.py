@@ -14,7 +14,7 @@ from .._compat import OpOverload, V, fallback_handler, ir, make_fallback, pytree
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function as generated code finds it: a variable of a module, and an expression of it, in which it is `{}`."""
+    """A function that generated code imports: a module's variable, and an expression that uses it as `{}`."""
 
     module: str
     variable: str
@@ -44,11 +44,11 @@ def call_on_cpu(op: OpOverload, function: Function) -> None:
     elsewhere = fallback_handler(op)
 
     def lower(*args: Any, **kwargs: Any) -> Any:
-        first = next(each for each in (*args, *kwargs.values()) if isinstance(each, ir.IRNode))
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, ir.IRNode))
         if first.get_device().type != "cpu":
             return elsewhere(*args, **kwargs)
         results = CallOnCpu.create(op, *args, **kwargs)
         # torch 2.11 has no wrap_for_lowering.
-        return pytree.tree_map(lambda each: ir.TensorBox.create(each) if isinstance(each, ir.IRNode) else each, results)
+        return pytree.tree_map(lambda node: ir.TensorBox.create(node) if isinstance(node, ir.IRNode) else node, results)
 
     register_lowering(op, type_promotion_kind=None)(lower)

@@ -6,7 +6,7 @@ from ..selection.decisions import Call, Decision
 from .ir.common import static
 
 _FUSES = "Inductor IR, fuses with what comes before and after"
-_FIRST_FP8 = 89  # compute capability from which Triton converts to e4m3
+_FIRST_FP8 = 89  # compute capability: the lowest that Triton converts to e4m3 on
 NO_PREDICATED_STORES = "the C++ backend cannot predicate stores"
 
 

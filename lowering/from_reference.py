@@ -1,4 +1,4 @@
-"""The IR of an op out of its own definition: what stock torch.compile makes of the reference.
+"""Lower an op by tracing its reference, as stock torch.compile would.
 
 Inductor's C++ vectorises slices and concatenations, but no element that picks its partner by its own index, as the
 rotation of our IR does. `dsv4 bench preprocess --only tokens=32 --only heads=64` on one thread of an x86-64 CPU, torch

@@ -2,8 +2,8 @@
 
 A public op, `dsv4::X`, never gets a lowering: under backend="inductor" it stays opaque. For every lowering here there
 is a twin, `dsv4_ir::X`, with the same schema, and the backend's graph pass rewrites a node to the twin when IR is
-chosen. So the choice is visible in the graph, and nothing this package registers changes what others compile, but for
-what torch gets wrong (storage_offsets.py).
+chosen. So the choice is visible in the graph, and nothing this package registers changes what others compile, except
+to mend torch (storage_offsets.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """An op's lowering: whether it takes a call (a Decision for "ir" or "eager"), and what builds the IR.
+    """An op's lowering: whether it takes a call (a Decision for "ir" or "eager"), and the function that builds the IR.
 
     `yields` says why `auto` leaves a call to a kernel that takes it, whatever was measured, or "".
     """
@@ -213,7 +213,7 @@ def _choose(call: Call, options: Options) -> Decision:
 
 
 def _fastest(call: Call, usable: Sequence[Decision]) -> Decision:
-    """The first of `usable`, unless measurements on this architecture, at a size like the call's, favour another."""
+    """Return the first of `usable`, or the fastest by measurements on this architecture at a size like the call's."""
     us = _measured(call, [choice.impl for choice in usable]) if len(usable) > 1 else None
     if us is None:
         return usable[0]

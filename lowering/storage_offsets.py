@@ -40,11 +40,11 @@ def count_slices_from_their_base() -> None:
         return
 
     def try_use_slice(base: Any, tensor: Any) -> Any:
-        found = original(base, tensor)
+        located = original(base, tensor)
         # The base itself is (0, 0, size). What is not at the first element of its storage is not counted as row 0.
-        if found is None or (isinstance(found[1], int) and found[1] == 0):
-            return found
-        dim, start, end = found
+        if located is None or (isinstance(located[1], int) and located[1] == 0):
+            return located
+        dim, start, end = located
         before = base.storage_offset() // base.stride()[dim]
         return dim, start - before, end - before
 

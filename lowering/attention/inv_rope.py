@@ -1,8 +1,8 @@
 """Inductor IR for `inv_rope` and `inv_rope_fp8_quant`.
 
 `inv_rope` is a pointwise body over [T, H, D]. The quantised form is a row maximum over [T * G * n | ACT_TILE] tiles
-and stores of values and scales by tile: one kernel on Triton. Packed scales, of four tiles each, are a pointwise body
-of their own over [G, n, Ta]. On C++ the references are lowered instead, see from_reference.py.
+and stores of values and scales by tile: one kernel on Triton. Packed scales, four tiles per word, are a separate
+pointwise body over [G, n, Ta]. On C++ the references are lowered instead, see from_reference.py.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def _word(tiles: _Tiles, byte: Loader) -> Callable[[Expr, Expr, Expr], Value]:
         return ops.masked(exists, lambda: ops.bitwise_left_shift(load(), const(shift, I32)), 0)
 
     def word(group: Expr, t: Expr, n: Expr) -> Value:
-        places = range(SCALES_PER_WORD)
-        parts = [shifted(group, t, SCALES_PER_WORD * n + place, 8 * place) for place in places]
+        byte_indices = range(SCALES_PER_WORD)
+        parts = [shifted(group, t, SCALES_PER_WORD * n + byte_index, 8 * byte_index) for byte_index in byte_indices]
         return functools.reduce(ops.bitwise_or, parts)
 
     return word

@@ -1,6 +1,6 @@
 """Inductor IR for `mhc_pre`, traced from the reference.
 
-The product with `fn` is torch's; norms, sums and coefficients fuse with what comes before and after the op. In C++ the
+The product with `fn` is torch's; norms, sums and coefficients fuse with the ops before and after. In C++ the
 coefficients of a token are one loop over tokens, Sinkhorn iterations included.
 """
 

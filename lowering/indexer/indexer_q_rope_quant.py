@@ -1,8 +1,8 @@
 """Inductor IR for `indexer_q_rope_quant`.
 
 A row maximum over the lanes of a scale and pointwise bodies of the same iteration space: one kernel for the queries,
-[T, H | D] in `indexer_fp8` and [T, H, D / 32 | 16] in `indexer_mxfp4`, whose lane is a pair of elements. The folded
-weights are part of it in `indexer_fp8`, where they need the scale, and a pointwise body of their own otherwise. With
+[T, H | D] in `indexer_fp8` and [T, H, D / 32 | 16] in `indexer_mxfp4`, where a lane is a pair of elements. In
+`indexer_fp8` the folded weights need the scale and are part of it; otherwise they are a separate pointwise body. With
 the Hadamard transform two kernels come before, see ir_hadamard.py.
 """
 

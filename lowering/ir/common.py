@@ -1,8 +1,8 @@
 """Pieces of Inductor IR that several lowerings share: loads and results, RoPE, reductions over a row, rounding.
 
 Everything here runs while Inductor traces the body of an IR node. A value is an `ops` value; an index is a sympy
-expression. The body of `ops.masked` is a block of its own that cannot use values made outside of it, so whatever is
-needed inside one is passed as a function and made again; common subexpressions are merged later.
+expression. The body of `ops.masked` is a separate block that cannot use values computed outside: it gets functions
+and computes their values again. Common subexpressions are merged later.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load_f32(x: Any) -> Loader:
 
 
 def rounded(x: Any) -> Any:
-    """`x` for C++ to read, where rounding by bits would take longer than a loop of its own that stores it."""
+    """`x` for C++ to read, where rounding by bits would take longer than a separate loop that stores it."""
     if x.get_dtype() in HALVES and not _in_memory(x):
         x.realize()
         V.graph.no_fuse_buffer_names.add(x.get_name())
@@ -72,12 +72,12 @@ def result(value: Loader, dtype: torch.dtype, device: torch.device, ranges: Sequ
             return ops.to_dtype(round_to(value(index), dtype, device), dtype)
         return ops.to_dtype(value(index), dtype, src_dtype=F32, use_compute_types=False)
 
-    made = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=element, ranges=list(ranges))
+    node = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=element, ranges=list(ranges))
     if on_cpp and dtype in HALVES:
-        made.realize()
+        node.realize()
         if torch_release() < _CPP_ROUNDS:
-            V.graph.no_fuse_buffer_names.add(made.get_name())
-    return made
+            V.graph.no_fuse_buffer_names.add(node.get_name())
+    return node
 
 
 def _in_memory(x: Any) -> bool:

@@ -1,6 +1,6 @@
 """The Hadamard transform of vectors in Inductor IR; see `rounded_hadamard` of reference/quant.py.
 
-A row sum over [rows, D | D] whose terms have the sign of the Sylvester matrix, made of the bits of their indices: no
+A row sum over [rows, D | D]. The sign of a term, that of the Sylvester matrix, comes from the bits of its indices: no
 matrix is read. D^2 additions for a vector where a tensor core or a butterfly needs fewer steps: for few vectors.
 """
 
@@ -20,9 +20,9 @@ _FOLDS = (8, 4, 2, 1)
 def rounded_hadamard(
     vector: RowLoad, device: torch.device, rows: Sequence[Expr], dim: int, dtype: torch.dtype
 ) -> RowLoad:
-    """Element of the transform of `vector`, whose elements have been rounded to `dtype`, rounded to it again.
+    """Transform `vector`: its elements and the results are both rounded to `dtype`.
 
-    Sums are in an order of their own: a result next to a rounding boundary may be the reference's neighbour.
+    The order of sums is not the reference's: a result next to a rounding boundary may be the reference's neighbour.
     """
     held = ir.Pointwise.create(
         device=device,

@@ -78,7 +78,7 @@ class Insert:
         """Store `fp8_ds_mla` rows: e4m3 tiles, bfloat16 rope dims, UE8M0 bytes; layout.PageLayout has the addresses.
 
         A row maximum over [T, tiles | KV_TILE] and byte stores over [T, tiles, KV_TILE]. The rope dims are a tile
-        too, whose maximum nobody reads, so that both have one iteration space and fuse.
+        too, with an unused maximum: so both have one iteration space and fuse.
         """
 
         device = self.cache.get_device()

@@ -57,8 +57,8 @@ def lookup_slot(block_table: Any, block_size: int) -> Callable[[Callable[[], Val
             index = legal_index(logical(), exists(), columns * block_size)
             block = ops.to_dtype(load_block([row, FloorDiv(index, block_size)]), I64)
             offset = ops.index_expr(ModularIndexing(index, 1, block_size), I64)
-            found = ops.add(ops.mul(block, const(block_size, I64)), offset)
-            return ops.where(ops.ge(block, const(0, I64)), found, const(PAD_INDEX, I64))
+            slot = ops.add(ops.mul(block, const(block_size, I64)), offset)
+            return ops.where(ops.ge(block, const(0, I64)), slot, const(PAD_INDEX, I64))
 
         return ops.masked(exists(), look_up, PAD_INDEX)
 
@@ -158,5 +158,5 @@ def strided_view(value: Any, size: Sequence[Expr], stride: Sequence[Expr]) -> An
 
 
 def align_up(size: Expr, multiple: int) -> Expr:
-    """Smallest multiple that is >= `size`, in the form in which torch writes it, so that strides compare equal."""
+    """Smallest multiple that is >= `size`, in torch's form, so that strides compare equal."""
     return -FloorDiv(-size, multiple) * multiple

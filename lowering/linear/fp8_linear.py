@@ -37,7 +37,7 @@ def can_lower(call: Call) -> Decision:
 
 
 def yields(_: Call) -> str:
-    """What is measured alone tells nothing of what fuses."""
+    """Say why times of the op alone do not decide: they leave out fusion."""
     return "IR quantises in a kernel in front of the product, the kernel within it where that is faster"
 
 

@@ -21,16 +21,16 @@ torch.library.register_fake("dsv4_cpu::mm", lambda x, weight: x.new_empty((x.sha
 
 @functools.cache
 def op() -> OpOverload:
-    """Return `dsv4_cpu::mm`, `aten::mm` under a name of its own: a lowering of aten's would change others' graphs."""
-    found: OpOverload = torch.ops.dsv4_cpu.mm.default
-    call_on_cpu(found, Function("dsv4_compile.cpu.linear.mm", "mm"))
-    return found
+    """Return `dsv4_cpu::mm`, `aten::mm` under a separate name: a lowering of aten's would change others' graphs."""
+    mm: OpOverload = torch.ops.dsv4_cpu.mm.default
+    call_on_cpu(mm, Function("dsv4_compile.cpu.linear.mm", "mm"))
+    return mm
 
 
 def retarget(graph: Graph) -> None:
-    """Let float32 GEMMs of `graph` whose weight is the transpose of a contiguous matrix on a CPU call the function."""
+    """Let float32 GEMMs on a CPU call the function if their weight is the transpose of a contiguous matrix."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
-        x, weight = (each.meta["val"] for each in node.args)
+        x, weight = (operand.meta["val"] for operand in node.args)
         if x.device.type == "cpu" and x.dtype is torch.float32 and _transposed(weight):
             node.target = op()
 

@@ -55,15 +55,15 @@ def lower(
         start, end = load_start([row]), load_start([row + 1])
         in_query = ops.logical_and(ops.ge(token, start), ops.lt(token, end))
         stored = ops.ge(load_slot([t]), const(0, I64))
-        found = ops.add(ops.sub(token, end), load_len([row]))
-        return ops.where(ops.logical_and(in_query, stored), found, const(PAD_INDEX, I64))
+        seq_position = ops.add(ops.sub(token, end), load_len([row]))
+        return ops.where(ops.logical_and(in_query, stored), seq_position, const(PAD_INDEX, I64))
 
     def entry(t: Expr) -> Value:
         def completed() -> Value:
             seen = ops.add(position(t), const(1, I64))
             group = ops.truncdiv(seen, const(ratio, I64))
-            whole = ops.logical_and(ops.gt(seen, const(0, I64)), ops.eq(ops.mul(group, const(ratio, I64)), seen))
-            return ops.where(whole, ops.sub(group, const(1, I64)), const(PAD_INDEX, I64))
+            is_complete = ops.logical_and(ops.gt(seen, const(0, I64)), ops.eq(ops.mul(group, const(ratio, I64)), seen))
+            return ops.where(is_complete, ops.sub(group, const(1, I64)), const(PAD_INDEX, I64))
 
         return ops.masked(in_batch(t), completed, PAD_INDEX)
 

@@ -36,12 +36,12 @@ def lower(
 
     def slot(index: Sequence[Expr]) -> Value:
         t, k = index
-        found = look_up(
+        global_slot = look_up(
             lambda: ops.to_dtype(load_request([t]), I64),
             lambda: ops.to_dtype(load([t, *[0] * len(middle), k]), I64),
         )
-        fits = ops.le(found, const(_INT32_MAX, I64))
-        return ops.to_dtype(ops.where(fits, found, const(PAD_INDEX, I64)), I32)
+        fits = ops.le(global_slot, const(_INT32_MAX, I64))
+        return ops.to_dtype(ops.where(fits, global_slot, const(PAD_INDEX, I64)), I32)
 
     slots = ir.Pointwise.create(device=device, dtype=I32, inner_fn=slot, ranges=[tokens, width])
     slots.realize()

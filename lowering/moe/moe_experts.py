@@ -1,7 +1,7 @@
 """Inductor IR for `moe_experts` in floating formats: two reductions that read each chosen expert's weight where it is.
 
 A row of a weight is selected by an index inside the reduction over K, so nothing is gathered or copied; SwiGLU, the
-weighted sum and what surrounds the op fuse with the reductions. This reads a weight once for every token that takes it,
+weighted sum and neighbouring ops fuse with the reductions. This reads a weight once for every token that takes it,
 which suits few tokens.
 """
 

@@ -1,4 +1,4 @@
-"""Inductor IR for `moe_route`: a GEMM and a sort, whose scores and weights fuse with what surrounds them."""
+"""Inductor IR for `moe_route`: a GEMM and a sort; scores and weights fuse with neighbouring ops."""
 
 from __future__ import annotations
 

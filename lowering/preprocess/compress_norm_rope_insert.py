@@ -134,13 +134,13 @@ class _Window:
         return place_of(self.slot([t], w), self.num_blocks, self.block_size)
 
     def read(self, index: Sequence[Expr], w: Expr, part: int, dim: int, absent: float) -> Value:
-        """Load the value (part 0) or score (1) of channel d at the w-th position. Each group has columns of its own."""
+        """Load the value (part 0) or score (1) of channel d at the w-th position. Groups have separate columns."""
         t, d = index
         groups = overlap_factor(self.ratio)
 
         def load() -> Value:
-            place = self.place(t, w)
-            return self.load_state([place.block, place.offset, (part * groups + FloorDiv(w, self.ratio)) * dim + d])
+            slot = self.place(t, w)
+            return self.load_state([slot.block, slot.offset, (part * groups + FloorDiv(w, self.ratio)) * dim + d])
 
         return ops.masked(self.place(t, w).valid, load, absent)
 

@@ -35,8 +35,8 @@ def lower(kv_score: Any, ape: Any, state_cache: Any, state_slot_mapping: Any, po
     def bias(t: Expr, column: Expr) -> Value:
         remainder = ops.mod(ops.to_dtype(load_position([t]), I64), const(ratio, I64))
         negative = ops.lt(remainder, const(0, I64))
-        place = ops.where(negative, ops.add(remainder, const(ratio, I64)), remainder)
-        row = ops.indirect_indexing(place, ratio, check=False, wrap_neg=False)
+        ape_row = ops.where(negative, ops.add(remainder, const(ratio, I64)), remainder)
+        row = ops.indirect_indexing(ape_row, ratio, check=False, wrap_neg=False)
         return load_bias([row, column - width])
 
     def value(index: Sequence[Expr]) -> Value:
