@@ -45,7 +45,7 @@ class _Rejected:
 
 
 class _Told(NamedTuple):
-    """The part of a call that a rank is in, what must be equal there, and what need not be."""
+    """A rank's stage of a call, the facts that must be equal there, and notes that may differ."""
 
     what: str
     facts: dict[str, Any]
@@ -60,11 +60,11 @@ def check_agree(what: str, facts: Mapping[str, Any], ranks: Ranks) -> None:
 def agree(what: str, facts: Mapping[str, Any], ranks: Ranks, notes: Any = None) -> list[Any]:
     """Return the `notes` of every rank. Raises E702 on all ranks unless `what` and `facts` are equal on each."""
     everyone = gather_objects(_Told(what, dict(facts), notes), ranks)
-    places = [told.what if isinstance(told, _Told) else "another collective" for told in everyone]
-    if any(place != places[0] for place in places):
-        check_equal("calls", [{"call": place} for place in places])
+    stages = [told.what if isinstance(told, _Told) else "another collective" for told in everyone]
+    if any(stage != stages[0] for stage in stages):
+        check_equal("calls", [{"call": stage} for stage in stages])
     rejected = [told.facts.get(_REJECTED) for told in everyone]
-    check_equal(what, [{_REJECTED: each} for each in rejected] if any(rejected) else [told.facts for told in everyone])
+    check_equal(what, [{_REJECTED: why} for why in rejected] if any(rejected) else [told.facts for told in everyone])
     return [told.notes for told in everyone]
 
 
@@ -81,7 +81,7 @@ def reject(what: str, fault: BaseException, ranks: Ranks) -> None:
 
 
 def compare_barriers() -> None:
-    """Let torch.distributed.barrier raise E702 or E703 in groups whose ranks have met."""
+    """Let torch.distributed.barrier raise E702 or E703 in groups of ranks that have met."""
     distributed: Any = torch.distributed
     barrier = distributed.barrier
     if hasattr(barrier, "dsv4_compares"):
@@ -99,11 +99,11 @@ def compare_barriers() -> None:
     distributed.distributed_c10d.barrier = compared_barrier
 
 
-def check_equal(what: str, found: Sequence[Mapping[str, Any]]) -> None:
-    """Raise E702, naming facts and ranks, unless the facts `found` on each rank are equal."""
+def check_equal(what: str, facts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise E702, naming facts and ranks, unless the `facts` of all ranks are equal."""
     differing = []
-    for name in sorted({name for each in found for name in each}):
-        values = [each.get(name) for each in found]
+    for name in sorted({name for rank_facts in facts for name in rank_facts}):
+        values = [rank_facts.get(name) for rank_facts in facts]
         if any(value != values[0] for value in values):
             shown = (f"{text} on rank {rank}" for rank, text in enumerate(_excerpts([*map(repr, values)])))
             differing.append(f"{name} = {', '.join(shown)}")

@@ -1,4 +1,4 @@
-"""`mhc_boundary` on the output of a split sub-layer: the all-reduce and what follows it in one launch.
+"""`mhc_boundary` on the output of a split sub-layer, in one launch with the all-reduce before it.
 
 The launch of the boundary reads the parts of all ranks through symmetric memory. More tokens than it takes, and devices
 without its kernel, run the all-reduce and then `mhc_boundary`. `passes.fuse_streams` makes calls of this op.
@@ -53,13 +53,13 @@ def prepare(ranks: Ranks, device: torch.device) -> None:
     size, ctas = 2 * kernels.EXCHANGE_CTAS * kernels.REGION_BYTES, kernels.EXCHANGE_CTAS
     boxes: Tensor = memory.empty(size, dtype=torch.uint8, device=device)
     flags: Tensor = memory.empty(ranks.size * ctas, dtype=torch.int32, device=device).zero_()
-    found = [memory.rendezvous(each, ranks.name) for each in (boxes, flags)]
-    at: list[tuple[int, ...]] = [tuple(map(int, each.buffer_ptrs)) for each in found]
+    handles = [memory.rendezvous(buffer, ranks.name) for buffer in (boxes, flags)]
+    at: list[tuple[int, ...]] = [tuple(map(int, handle.buffer_ptrs)) for handle in handles]
     counts, failed = (torch.zeros(count, dtype=torch.int32, device=device) for count in (ctas, 1))
     fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     torch.cuda.synchronize(device)
     gather_objects(None, ranks)  # flags are zero on every rank before one is raised
-    held = boxes, flags, *found
+    held = boxes, flags, *handles
     _exchanges[ranks.name, device] = _Exchange(ranks.rank, at[0], at[1], fault, counts, failed, held)
 
 
@@ -103,8 +103,8 @@ def all_reduce_mhc_boundary(
         if not kernels.why_unsupported_over_ranks(a):
             _, boxes, flags, fault, counts, failed, _ = exchange
             peers = kernels.Peers(boxes, flags, fault.data_ptr(), counts, failed, POLLS)
-            found: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.all_reduce_mhc_boundary(a, peers, exchange.rank)
-            return found
+            fused: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.all_reduce_mhc_boundary(a, peers, exchange.rank)
+            return fused
     summed = torch.ops.dsv4_collectives.all_reduce(output.contiguous(), name)
     apart: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.dsv4.mhc_boundary(streams, summed, post, comb, *mix)
     return apart

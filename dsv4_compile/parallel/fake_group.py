@@ -1,4 +1,4 @@
-"""One rank of several whose others do not exist, through torch's fake process group: a rank's step without collectives.
+"""One rank of a mesh without the others, through torch's fake process group: a rank's step without collectives.
 
 A collective of that group returns at once: an all-reduce leaves this rank's summand, a gather has copies of its part.
 Kernels, shapes and memory are those of a rank, results are those of no model.
@@ -24,7 +24,7 @@ BACKEND = "fake"
 
 @contextmanager
 def fake_mesh(size: int, device: torch.device) -> Iterator[DeviceMesh]:
-    """Yield a mesh of `size` ranks, whose rank 0 is this process, and destroy its group after the block.
+    """Yield a mesh of `size` ranks with this process as rank 0, and destroy its group after the block.
 
     Raises E701 if the process has a group already.
     """

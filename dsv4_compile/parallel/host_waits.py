@@ -3,7 +3,7 @@
 A collective of gloo ends at once when a peer's process ends, but waits for the timeout of the group when the peer is
 stopped, or has left the call with an error and lives on. Each rank therefore tells the store of the default group which
 calls it has finished and which it left, and a daemon thread looks, while a call is pending, for ranks that will not
-come. It then closes the connections to the others, on which the collective fails: gloo has nothing else to end it.
+come. It then closes the connections to the others, and the collective fails: gloo has nothing else to end it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _log = logging.getLogger("dsv4_compile.parallel")
 
 
 class HostWaits:
-    """Counts the calls in which this rank waits for the others, and ends one that waits in vain.
+    """Counts the calls that wait for other ranks, and ends one that waits in vain.
 
     Every rank makes the same calls in the same order: collectives of objects, and forwards.
 
     Args:
         ranks: the group, of gloo. All its ranks make this together.
-        timeout: seconds for which a rank is stopped before a pending call ends.
+        timeout: seconds that a rank must be stopped before a pending call ends.
         interval: seconds between two beats.
     """
 
@@ -205,7 +205,7 @@ class HostWaits:
 
 
 def watch(ranks: Ranks, timeout: float) -> HostWaits | None:
-    """Return what counts the waits of a group of gloo, the same for all its models; None for another backend."""
+    """Return the `HostWaits` of a group of gloo, the same for all its models; None for other backends."""
     number = isinstance(timeout, (int, float)) and timeout > 0
     check(number, "E201", got=f"rank_timeout={timeout!r}", rule="rank_timeout is a number of seconds above 0")
     if ranks.size == 1 or str(torch.distributed.get_backend(ranks.group)) != "gloo":
@@ -224,7 +224,7 @@ def close_connections(pids: Iterable[int], but_port: int = 0) -> int:
     """Shut down the TCP connections from this process to processes of this host; return their number.
 
     Args:
-        but_port: a port whose connections stay.
+        but_port: a port; its connections stay.
     """
     rows = {
         words[9]: (words[1], words[2])
@@ -260,14 +260,14 @@ def _ports(ends: tuple[str, str]) -> tuple[int, int]:
 
 def _sockets(pid: int | str) -> dict[str, int]:
     """Return the descriptors of the sockets of a process by inode."""
-    found = {}
+    descriptors = {}
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 target = str(entry.readlink())
                 if target.startswith("socket:["):
-                    found[target[8:-1]] = int(entry.name)
-    return found
+                    descriptors[target[8:-1]] = int(entry.name)
+    return descriptors
 
 
 def _store_port() -> int:

@@ -29,7 +29,7 @@ _COLLECTIVE = re.compile(
 """First lines of the errors that collectives and stores raise."""
 _TIMED_OUT = re.compile(r"timed ?out", re.IGNORECASE)
 _NOTICED = "[E703]"
-"""Part of what a rank has told that left because of this error."""
+"""Text in the reason of a rank that left because of this error."""
 _TRACED_STOP, _STOPPED = "t", "T"
 """States of a process that a debugger or a signal has stopped."""
 
@@ -38,7 +38,7 @@ class Lookout(Protocol):
     """Knows why ranks do not come, see `host_waits`."""
 
     def call(self) -> Any:
-        """Return a context for a call in which this rank waits for others."""
+        """Return a context for a call that waits for other ranks."""
 
     def leave_call(self, fault: BaseException) -> None:
         """Tell the others that this rank has left the call with `fault`."""
@@ -47,7 +47,7 @@ class Lookout(Protocol):
         """Return why ranks will not come to the pending call, by rank."""
 
     def behind(self) -> Mapping[int, str]:
-        """Return the ranks that have not come to the pending call, with what they have finished."""
+        """Return the ranks that have not come to the pending call, with their finished calls."""
 
 
 def of_collective(fault: BaseException) -> bool:
@@ -59,10 +59,10 @@ def of_collective(fault: BaseException) -> bool:
 
 
 class Processes:
-    """The processes of all ranks, by which one that has ended is recognised on its host.
+    """The processes of all ranks; shows which of this host have ended or are stopped.
 
     Args:
-        patience: seconds that a process whose connections are closed may need to disappear.
+        patience: seconds that a process may need to disappear after its connections are closed.
 
     Attributes:
         places: by rank, name of its host and number of its process there.
@@ -87,7 +87,7 @@ class Processes:
     def _set(self, everyone: list[tuple[str, int, str]]) -> None:
         self.places = [(host, pid) for host, pid, _ in everyone]
         node = platform.node()
-        # A process in another container has another number there, or none.
+        # Other containers number this process differently, or not at all.
         self.visible = {
             rank: (pid, started)
             for rank, (host, pid, started) in enumerate(everyone)
@@ -95,18 +95,18 @@ class Processes:
         }
 
     def of_group(self) -> bool:
-        """Return whether the group is still the one whose processes these are."""
+        """Return whether these are still the group's processes."""
         try:
             return self.ranks.size == 1 or id(self.ranks.group) == self._group
         except (RuntimeError, ValueError):
             return False
 
     def gone(self) -> list[int]:
-        """Return the visible ranks whose processes have ended."""
+        """Return the visible ranks with processes that have ended."""
         return [rank for rank, (pid, started) in self.visible.items() if _started(pid) != started]
 
     def stopped(self) -> list[int]:
-        """Return the visible ranks whose processes a signal or a debugger has stopped."""
+        """Return the visible ranks with processes that a signal or a debugger has stopped."""
         return [rank for rank, (pid, _) in self.visible.items() if _state(pid) in (_STOPPED, _TRACED_STOP)]
 
     def describe(self, rank: int) -> str:
@@ -119,7 +119,7 @@ class Processes:
         told = {} if self.lookout is None else dict(self.lookout.reasons())
         told |= dict.fromkeys(self.stopped(), "is stopped, by a signal or a debugger")
         told |= {rank: f"ended ({told[rank]})" if rank in told else "ended" for rank in self.gone()}
-        # A rank that only noticed that another one is gone is not the first.
+        # A rank that only noticed the end of a peer is not the first.
         return {rank: why for rank, why in told.items() if _NOTICED not in why} or told
 
     def waited_for(self) -> dict[int, str]:
@@ -209,14 +209,14 @@ def introduce(ranks: Ranks) -> None:
 
 def _introduced(ranks: Ranks) -> list[tuple[str, int, str] | None]:
     """Return host, number and beginning of the processes in the store, None for a rank that is not there."""
-    found: list[tuple[str, int, str] | None] = [None] * ranks.size
+    processes: list[tuple[str, int, str] | None] = [None] * ranks.size
     with suppress(RuntimeError):  # the rank that held the store is gone, and with it the names
         store = _store(ranks)
         for rank in range(ranks.size):
             if store.check([str(rank)]):
                 pid, started, host = store.get(str(rank)).decode().split(" ", 2)
-                found[rank] = host, int(pid), started
-    return found
+                processes[rank] = host, int(pid), started
+    return processes
 
 
 def _store(ranks: Ranks) -> Any:

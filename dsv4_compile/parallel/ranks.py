@@ -62,5 +62,5 @@ class Ranks:
 
     def part(self, total: int) -> tuple[int, int]:
         """Return begin and end of this rank's part of `total` equal units, a multiple of `size`."""
-        each = total // self.size
-        return self.rank * each, (self.rank + 1) * each
+        size = total // self.size
+        return self.rank * size, (self.rank + 1) * size

@@ -66,15 +66,15 @@ _OFFICIAL = re.compile(r"(\w+?)(?:\.weight|\.scale)?")
 
 def split_of(name: str, expert_layout: str = "experts") -> Split | None:
     """Return how a parameter, or its scales, of a transformers model is split; None if every rank has all of it."""
-    if found := _ROUTED.fullmatch(name):
-        return _EXPERTS[expert_layout].get(found[1])
-    return next((table.get(found[1]) for rule, table in _RULES if (found := rule.fullmatch(name))), None)
+    if match := _ROUTED.fullmatch(name):
+        return _EXPERTS[expert_layout].get(match[1])
+    return next((table.get(match[1]) for rule, table in _RULES if (match := rule.fullmatch(name))), None)
 
 
 def attention_split_of(name: str) -> Split | None:
     """Return how a parameter of `DeepseekV4Attention`, by its official name, is split; None if it is not."""
-    found = _OFFICIAL.fullmatch(name)
-    return None if found is None else _ATTENTION.get(found[1])
+    match = _OFFICIAL.fullmatch(name)
+    return None if match is None else _ATTENTION.get(match[1])
 
 
 def part_of(tensor: Tensor, split: Split | None, ranks: Ranks) -> Tensor:
@@ -120,13 +120,13 @@ def check_divides(sizes: Sequence[Whole], ranks: Ranks) -> None:
 
 
 def _divides(sizes: Sequence[Whole], number: int) -> bool:
-    return all(each.size % (each.unit * number) == 0 for each in sizes)
+    return all(dim.size % (dim.unit * number) == 0 for dim in sizes)
 
 
 def _fail_to_divide(sizes: Sequence[Whole], ranks: Ranks) -> None:
-    wrong = [each for each in sizes if each.size % (each.unit * ranks.size)]
-    numbers = [str(n) for n in range(1, min(each.size for each in sizes) + 1) if _divides(sizes, n)]
-    units = ", ".join(f"{each.size} {each.name}" + f" in blocks of {each.unit}" * (each.unit > 1) for each in wrong)
+    wrong = [dim for dim in sizes if dim.size % (dim.unit * ranks.size)]
+    numbers = [str(n) for n in range(1, min(dim.size for dim in sizes) + 1) if _divides(sizes, n)]
+    units = ", ".join(f"{dim.size} {dim.name}" + f" in blocks of {dim.unit}" * (dim.unit > 1) for dim in wrong)
     fail(
         "E701",
         got=f"{ranks.size} ranks",

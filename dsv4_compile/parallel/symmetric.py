@@ -43,8 +43,8 @@ def prepare(ranks: Ranks, device: torch.device) -> None:
         except RuntimeError as fault:
             why = str(fault).splitlines()[0]
     reasons = gather_objects(why, ranks)
-    found = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-    check(not found, "E302", got='collectives="symmetric"', why=found, fix='pass collectives="functional"')
+    faults = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+    check(not faults, "E302", got='collectives="symmetric"', why=faults, fix='pass collectives="functional"')
     if not known:
         boundary.prepare(ranks, device)
         _prepared[key] = group
@@ -72,18 +72,18 @@ def _rendezvous(ranks: Ranks, device: torch.device) -> Tensor:
 
 @torch.library.custom_op("dsv4_collectives::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, name: str) -> Tensor:
-    """Return the sum of `x`, contiguous, over the ranks of the group `name`, of which `prepare` has been called."""
+    """Return the sum of `x`, contiguous, over the ranks of the group `name`, after `prepare` for it."""
     buffer = _buffers.get((name, x.device))
     size = x.nbytes
     if buffer is None or size > BUFFER_BYTES or size % _ALIGNMENT or not size:
         return functional_all_reduce(x, name)
-    own = buffer[:size].view(x.dtype)
+    summand = buffer[:size].view(x.dtype)
     if size <= ONE_SHOT_BYTES:
-        out: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(own, x.view(-1), "sum", name)
+        out: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(summand, x.view(-1), "sum", name)
         return out.view(x.shape)
-    own.copy_(x.view(-1))
-    torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", name)
-    return own.clone().view(x.shape)
+    summand.copy_(x.view(-1))
+    torch.ops.symm_mem.two_shot_all_reduce_(summand, "sum", name)
+    return summand.clone().view(x.shape)
 
 
 @all_reduce.register_fake

@@ -1,7 +1,7 @@
-"""A watchdog of split models over symmetric memory, which ends a process whose step waits for a rank that is gone.
+"""A watchdog of split models over symmetric memory: ends a process if its step waits for a rank that is gone.
 
 Kernels over symmetric memory spin until their peers come; a host that waits for them cannot be interrupted. A daemon
-thread writes this rank's beat to the store of the default group and reads those of the others; another one judges, and
+thread writes this rank's beat to the store of the default group and reads those of the others; a second one judges, and
 never blocks. A rank on this host is gone when its process has ended, any other when its beat stops. Time is counted in
 own ticks, so a pause of all processes is one tick. A step is pending while its host runs it or its event has not come;
 the event is queried only once a rank is gone, since a query may spoil a capture elsewhere in the process.
@@ -28,13 +28,13 @@ from .peers import Processes
 from .ranks import Ranks
 
 TIMEOUT = 10.0
-"""Seconds for which a rank is gone before a pending step ends the process."""
+"""Seconds that a rank must be gone before a pending step ends the process."""
 STATUS = 70
 """Exit status of a process that waited for a rank that is gone."""
 _INTERVAL = 1.0
 """Seconds between two beats, and between two looks at those of the others."""
 PATIENCE = 3.0
-"""Seconds for an answer of the store, of the device or of a stream, each of which may hang."""
+"""Seconds for an answer of the store, the device or a stream; any of them may hang."""
 LEFT, _BEAT = "left", "beat"
 _OUTSIDE = -1
 """Number of the process that holds the store and has no rank in the group, such as torchrun's agent."""
@@ -92,7 +92,7 @@ class Beats:
     """The thread that writes this rank's beats to a store and reads those of the others.
 
     Attributes:
-        read: by rank, the newest text "beat NUMBER CALLS" or "left NUMBER CALLS"; CALLS is what `calls` returned.
+        read: by rank, the newest text "beat NUMBER CALLS" or "left NUMBER CALLS"; CALLS is the result of `calls`.
         rounds: number of rounds that the store has answered.
         lost: whether the connection to the store is closed.
     """
@@ -144,7 +144,7 @@ class Watchdog:
         ranks: the group. All its ranks make the watchdog together.
         processes: the processes of the ranks.
         work: marks the end of each call.
-        timeout: seconds for which a rank is gone before a pending call ends the process.
+        timeout: seconds that a rank must be gone before a pending call ends the process.
         interval: seconds between two beats.
     """
 
@@ -273,7 +273,7 @@ class Watchdog:
         return float("inf") if self._closed(rank) else -1
 
     def _closed(self, rank: int) -> bool:
-        """Return whether `rank`, whose process runs, has closed the store that it held."""
+        """Return whether `rank` has closed the store that it held while its process runs."""
         return rank == self.holder and self._beats.lost and rank in self.processes.visible and not self._ended(rank)
 
     def _ended(self, rank: int) -> bool:
@@ -339,7 +339,7 @@ def new_store(name: str, ranks: Ranks) -> Any:
 
 
 def holder_of_store(ranks: Ranks) -> int:
-    """Return the rank whose process holds the store of the default group, as torch's launchers set it up."""
+    """Return the rank that holds the store of the default group, as torch's launchers set it up."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _OUTSIDE
     members = torch.distributed.get_process_group_ranks(ranks.group)
@@ -348,23 +348,23 @@ def holder_of_store(ranks: Ranks) -> int:
 
 def _within(seconds: float, call: Callable[[], bool]) -> bool:
     """Return what `call` returns, False if it takes longer, True if it fails: then the host fails by itself too."""
-    found: list[bool] = []
+    results: list[bool] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except Exception:
             _log.warning("a rank is gone, and the device or stdout fails", exc_info=True)
-            found.append(True)
+            results.append(True)
 
     thread = threading.Thread(target=run, name="dsv4-watchdog-asks", daemon=True)
     thread.start()
     thread.join(seconds)
-    return bool(found and found[0])
+    return bool(results and results[0])
 
 
 def _end(fault: DSV4Error) -> None:
     """End the process with the text of `fault` on stderr."""
-    os.write(2, f"\n{fault}\n".encode())  # no lock of a stream, which another thread may hold
+    os.write(2, f"\n{fault}\n".encode())  # takes no lock of a stream: other threads may hold it
     _within(PATIENCE, lambda: sys.stdout is None or sys.stdout.flush() is None)
     os._exit(STATUS)
