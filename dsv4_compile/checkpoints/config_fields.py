@@ -53,7 +53,7 @@ def list_of(rule: Rule, most: int, least: int = 0) -> Rule:
     def why(value: Any) -> str:
         if not isinstance(value, (list, tuple)) or not least <= len(value) <= most:
             return f"a list of {least} to {most} values"
-        bad = next((reason for each in value if (reason := rule(each))), "")
+        bad = next((reason for element in value if (reason := rule(element))), "")
         return f"a list whose values are {bad}" if bad else ""
 
     return why
@@ -221,7 +221,7 @@ _OF_OURS = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads
 
 
 def check_fields(values: Mapping[str, Any], rules: Mapping[str, Rule], code: str = "E205", where: str = "") -> None:
-    """Raise `code` for the first field whose value is outside its rule; None counts as absent."""
+    """Raise `code` for the first field that breaks its rule; None counts as absent."""
     for name, rule in rules.items():
         value = values.get(name)
         if value is not None and (why := rule(value)):
@@ -246,12 +246,12 @@ def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def known(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> tuple[dict[str, Any], list[str]]:
     """Return a copy of the fields in `rules`, and the names of the others."""
-    kept = {name: _copied(value, rules[name]) for name, value in values.items() if name in rules}
-    return kept, [shown(name)[1:-1] for name, value in values.items() if name not in rules and value is not None]
+    fields = {name: _copied(value, rules[name]) for name, value in values.items() if name in rules}
+    return fields, [shown(name)[1:-1] for name, value in values.items() if name not in rules and value is not None]
 
 
 def _copied(value: Any, rule: Rule) -> Any:
     """Return a copy of a field without unknown fields inside it."""
     if isinstance(rule, Fields) and isinstance(value, Mapping):
-        return {name: _copied(each, rule.rules[name]) for name, each in value.items() if name in rule.rules}
+        return {name: _copied(inner, rule.rules[name]) for name, inner in value.items() if name in rule.rules}
     return list(value) if isinstance(value, (list, tuple)) else value

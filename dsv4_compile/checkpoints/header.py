@@ -58,7 +58,7 @@ class Stored(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A file whose header was read, with what a later reading of the file must find again."""
+    """A file with a header that was read, and the facts that later reads compare."""
 
     folder: Path
     file: Path
@@ -68,19 +68,19 @@ class Source(NamedTuple):
 
     @property
     def data(self) -> int:
-        """Offset in the file at which the tensors' bytes begin."""
+        """Offset of the tensors' bytes in the file."""
         return LENGTH + self.header
 
 
 def digest_of(text: bytes) -> bytes:
-    """Return the digest of a header by which a changed one is recognised."""
+    """Return the digest of a header, which shows whether it has changed."""
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def read_header(folder: Path, file: Path) -> tuple[dict[str, Stored], Source | None, DSV4Error | None]:
     """Read the header of a safetensors file of `folder` and compare it with the size of the file.
 
-    Returns tensors by name, the source to read them from, and what is wrong with the file, or None.
+    Returns tensors by name, the source to read them from, and the file's error, or None.
     """
 
     def damaged(got: str, why: str = "", fix: str = "download the file again") -> DSV4Error:
@@ -139,8 +139,10 @@ def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     dims = isinstance(shape, list) and len(shape) <= _MOST_DIMS and all(_is_size(dim, _MOST_DIM) for dim in shape)
     if not dims:
         raise ValueError(f"{name} of shape {shown(shape)}")
-    places = isinstance(offsets, list) and len(offsets) == 2 and all(_is_size(place, 1 << 62) for place in offsets)
-    if not places or offsets[0] > offsets[1]:
+    are_offsets = (
+        isinstance(offsets, list) and len(offsets) == 2 and all(_is_size(offset, 1 << 62) for offset in offsets)
+    )
+    if not are_offsets or offsets[0] > offsets[1]:
         raise ValueError(f"{name} with data_offsets {shown(offsets)}")
     return dtype, tuple(shape), offsets[0], offsets[1]
 

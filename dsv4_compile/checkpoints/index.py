@@ -36,8 +36,8 @@ def read_index(folder: Path) -> dict[str, str]:
     _check_number(folder, len(files))
     for file in files:
         why = why_bad_file_name(file)
-        place = f", outside of {folder}" if why.startswith("it names") else ""
-        check(not why, "E209", got=f"{INDEX} with {file if is_name(file) else shown(file)}{place}", why=why)
+        location = f", outside of {folder}" if why.startswith("it names") else ""
+        check(not why, "E209", got=f"{INDEX} with {file if is_name(file) else shown(file)}{location}", why=why)
     bad = next((name for name in weights if not is_name(name)), None)
     check(bad is None, "E209", got=f"{INDEX} with a tensor named {shown(bad)}", fix="download the file again")
     return weights
@@ -69,6 +69,6 @@ def _check_number(folder: Path, count: int) -> None:
 
 
 def other_weights(folder: Path) -> str:
-    """Return the name of a file with weights in another format, or ""."""
+    """Return the name of a file with weights in a format other than safetensors, or ""."""
     names = sorted(os.listdir(folder))
     return next((shown(name) for name in names if name.endswith((".bin", ".gguf", ".pt", ".pth"))), "")

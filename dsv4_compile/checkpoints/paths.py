@@ -55,10 +55,10 @@ def why_bad_file_name(name: object) -> str:
     """Return why `name` does not name a file of the folder that mentions it, or ""."""
     if not isinstance(name, str) or not is_name(name):
         return f"names are printable text of at most {MOST_NAME} characters"
-    parts = name.split("/")
-    if "\\" in name or any(len(part.encode()) > _MOST_PART for part in parts):
+    components = name.split("/")
+    if "\\" in name or any(len(component.encode()) > _MOST_PART for component in components):
         return f"names have no backslash, and parts of at most {_MOST_PART} bytes"
-    return "it names files of its folder" if {"", ".", ".."} & set(parts) else ""
+    return "it names files of its folder" if {"", ".", ".."} & set(components) else ""
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
@@ -120,8 +120,8 @@ def _check_regular(facts: os.stat_result) -> None:
 
 def read_exactly(descriptor: int, size: int) -> bytes:
     """Return the next `size` bytes, fewer at the end of the file."""
-    parts = []
-    while size > 0 and (part := os.read(descriptor, size)):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+    chunks = []
+    while size > 0 and (chunk := os.read(descriptor, size)):
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)

@@ -1,4 +1,4 @@
-"""Reading of tensors from a safetensors file whose header was read before, with plain reads into their memory.
+"""Read tensors of a safetensors file into their memory with plain reads, by a header that was read before.
 
 The file is not mapped: one that shrinks while it is read raises E209, where a mapping would end the process. Size,
 inode, time and header of the open file are those seen before, so that every tensor has the shape that was planned.
@@ -19,7 +19,7 @@ from .paths import Identity, open_inside, read_exactly
 
 Index = tuple[int | slice, ...]
 CHUNK = 2 << 20
-"""Bytes of the buffer through which tensors reach another device or dtype."""
+"""Bytes of the buffer for copies to a different device or dtype."""
 _FIX = "download the file again, and load when nothing writes to the folder"
 
 
@@ -76,11 +76,11 @@ class Reader:
 
     def copy(self, stored: Stored, part: Index, destination: Tensor) -> None:
         """Copy a tensor, or the part of it that `part` selects, to `destination`, which has exactly its shape."""
-        whole = not part or (len(part) == 1 and isinstance(part[0], slice))
+        contiguous = not part or (len(part) == 1 and isinstance(part[0], slice))
         dtype = DTYPES[stored.dtype]
-        rows = _rows(part[0], stored.shape[0]) if part and whole else (0, stored.shape[0] if stored.shape else 1)
+        rows = _rows(part[0], stored.shape[0]) if part and contiguous else (0, stored.shape[0] if stored.shape else 1)
         shape = (rows[1], *stored.shape[1:]) if stored.shape else ()
-        if not whole or not stored.nbytes:
+        if not contiguous or not stored.nbytes:
             value = self.read(stored, part)
             _check_shape(stored, value.shape, destination)
             destination.copy_(value)
@@ -161,6 +161,6 @@ def _rows(index: int | slice, size: int) -> tuple[int, int]:
 
 
 def _check_shape(stored: Stored, shape: tuple[int, ...], destination: Tensor) -> None:
-    """Raise E207 for another shape, which copying might broadcast."""
+    """Raise E207 unless the shapes are equal: copying might broadcast."""
     needed = tuple(destination.shape)
     check(tuple(shape) == needed, "E207", got=f"{stored} of shape {tuple(shape)}", why=f"its place has {needed}")
