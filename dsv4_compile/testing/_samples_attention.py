@@ -120,18 +120,18 @@ def fp8_linear(s: Step) -> list[Args]:
 
 @sample
 def sparse_mla_decode(s: Step) -> list[Args]:
-    made: list[Args] = []
+    samples: list[Args] = []
     for c, dim, dtype in _window_caches(s):
         e = s.cache(c.fmt, s.table(2, layout.HCA_RATIO), 2, head_dim=dim, dtype=dtype)
         q, sink = s.randn(TOKENS, 3, dim, dtype=dtype), s.randn(3, dtype=torch.float32)
         slots, extra = s.hostile(len(c.slots), TOKENS, 20), s.hostile(len(e.slots), TOKENS, 6)
         lens, extra_lens = s.randint(-1, 22, TOKENS), s.randint(-1, 8, TOKENS)
         one = (q, c.cache, slots, lens, c.block_size, c.fmt, dim**-0.5)
-        made.append((*one, sink, e.cache, extra, extra_lens, e.block_size, c.kv_scale))
-        made.append((*one, None, None, None, None, 0, c.kv_scale))
+        samples.append((*one, sink, e.cache, extra, extra_lens, e.block_size, c.kv_scale))
+        samples.append((*one, None, None, None, None, 0, c.kv_scale))
         table = s.rope(rope_dim(dim))
-        made.append((*made[-2], s.positions, table, EPS, True, True))
-    return made
+        samples.append((*samples[-2], s.positions, table, EPS, True, True))
+    return samples
 
 
 @sample

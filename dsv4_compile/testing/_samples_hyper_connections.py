@@ -45,7 +45,7 @@ def mhc_post(s: Step) -> list[Args]:
     streams, returned = _streams(s), _returned(s)
     _, post, comb = _returned(s, 3)
     padded = s.randn(TOKENS, DIM + 8, dtype=F32)[:, :DIM]
-    none = tuple(each[:0] for each in (streams, *returned))
+    none = tuple(x[:0] for x in (streams, *returned))
     return [(streams, *returned), (_streams(s, 3, F32), padded, post, comb), none]
 
 
@@ -53,7 +53,7 @@ def mhc_post(s: Step) -> list[Args]:
 def mhc_boundary(s: Step) -> list[Args]:
     """Four streams; three in float32; no token; one."""
     streams, returned, mix = _streams(s), _returned(s), _mix(s)
-    few = [tuple(each[:count] for each in (streams, *returned)) for count in (0, 1)]
+    few = [tuple(x[:count] for x in (streams, *returned)) for count in (0, 1)]
     wide = (_streams(s, 3, F32), *_returned(s, 3, F32), *_mix(s, 3), 3)
     return [(streams, *returned, *mix), wide, *((*args, *mix) for args in few)]
 

@@ -30,13 +30,13 @@ BUFFER_ROWS = TOKENS + 2
 
 @sample
 def save_partial_states(s: Step) -> list[Args]:
-    made: list[Args] = []
+    samples: list[Args] = []
     for ratio, dim in ((CSA, layout.INDEXER_HEAD_DIM), (HCA, layout.HEAD_DIM)):
         state, table, block = s.state(ratio, dim)
         width = state.shape[2]
         kv_score, ape = s.randn(TOKENS, width, dtype=torch.float32), s.randn(ratio, width // 2, dtype=torch.float32)
-        made.append((kv_score, ape, state, s.slots(table, block), s.positions, block))
-    return made
+        samples.append((kv_score, ape, state, s.slots(table, block), s.positions, block))
+    return samples
 
 
 @sample
@@ -44,7 +44,7 @@ def compress_norm_rope_insert(s: Step) -> list[Args]:
     cases = [(CSA, fmt, dim, dtype, False) for fmt, dim, dtype in KV]
     cases += [(CSA, fmt, dim, dtype, True) for fmt, dim, dtype in INDEXER]
     cases += [(CSA, *INDEXER[0], False), (HCA, *KV[0], False)]
-    made: list[Args] = []
+    samples: list[Args] = []
     for ratio, fmt, dim, dtype, hadamard in cases:
         block = ENTRY_BLOCK if ratio == CSA else layout.storage_block_size(ratio)
         state, state_table, state_block = s.state(ratio, dim)
@@ -52,8 +52,8 @@ def compress_norm_rope_insert(s: Step) -> list[Args]:
         entries = s.cache(fmt, table, block, head_dim=dim, dtype=dtype)
         read = (state, s.slots(state_table, state_block), state_table, s.token_to_req, s.positions)
         norm = (s.entry_slots(table, block, ratio), s.randn(dim), s.rope(rope_dim(dim)), entries.cache, EPS)
-        made.append((*read, *norm, ratio, state_block, block, fmt, hadamard, entries.kv_scale))
-    return made
+        samples.append((*read, *norm, ratio, state_block, block, fmt, hadamard, entries.kv_scale))
+    return samples
 
 
 @sample
@@ -79,12 +79,12 @@ def _queries(s: Step, fmt: str, dim: int, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 def _paged_scores(s: Step, last: int) -> list[Args]:
-    table, made = s.table(ENTRY_BLOCK, CSA), []
+    table, samples = s.table(ENTRY_BLOCK, CSA), []
     for fmt, dim, dtype in INDEXER:
         cache = s.cache(fmt, table, ENTRY_BLOCK, head_dim=dim, dtype=dtype).cache
         seen = (table, s.token_to_req, s.entry_counts(CSA))
-        made.append((*_queries(s, fmt, dim, dtype), cache, *seen, ENTRY_BLOCK, fmt, last))
-    return made
+        samples.append((*_queries(s, fmt, dim, dtype), cache, *seen, ENTRY_BLOCK, fmt, last))
+    return samples
 
 
 @sample
@@ -104,29 +104,29 @@ def indexer_topk_slots(s: Step) -> list[Args]:
 
 @sample
 def indexer_logits_topk_ragged(s: Step) -> list[Args]:
-    made: list[Args] = []
+    samples: list[Args] = []
     starts = s.randint(0, 40, TOKENS)
     ends = starts + s.randint(-1, 20, TOKENS)
     for fmt, dim, dtype in INDEXER:
         keys = s.randn(50, dim, dtype=dtype)
         gathered: tuple[Tensor, ...] = (keys, torch.empty(50, 0, dtype=torch.uint8))
         if fmt != "plain":
-            gathered = tuple(part.view(torch.uint8) for part in quantize_indexer(keys.float(), fmt))
-        made.append((*_queries(s, fmt, dim, dtype), *gathered, starts, ends, fmt, 12))
-    return made
+            gathered = tuple(x.view(torch.uint8) for x in quantize_indexer(keys.float(), fmt))
+        samples.append((*_queries(s, fmt, dim, dtype), *gathered, starts, ends, fmt, 12))
+    return samples
 
 
 @sample
 def cp_gather_indexer_k(s: Step) -> list[Args]:
-    table, made = s.table(ENTRY_BLOCK, CSA), []
+    table, samples = s.table(ENTRY_BLOCK, CSA), []
     lens = torch.tensor([seq_len // CSA for seq_len in (0, *BATCH.seq_lens)])
     for fmt, dim, dtype in INDEXER:
         cache = s.cache(fmt, table, ENTRY_BLOCK, head_dim=dim, dtype=dtype).cache
         page = layout.PAGE_LAYOUTS.get(fmt)
         k = torch.zeros(80, page.data if page else dim, dtype=torch.uint8 if page else dtype)
         scale = torch.zeros(80, page.scale if page else 0, dtype=torch.uint8)
-        made.append((cache, table, lens.cumsum(0).int(), k, scale, ENTRY_BLOCK, fmt))
-    return made
+        samples.append((cache, table, lens.cumsum(0).int(), k, scale, ENTRY_BLOCK, fmt))
+    return samples
 
 
 @sample
@@ -150,13 +150,13 @@ def c128a_topk_metadata(s: Step) -> list[Args]:
 @sample
 def swa_metadata(s: Step) -> list[Args]:
     step = (s.query_start_loc, s.seq_lens, s.window, s.slots(s.window, layout.WINDOW_BLOCK))
-    made: list[Args] = []
+    samples: list[Args] = []
     for decodes in (DECODE_TOKENS, TOKENS):
         rows = torch.zeros(BUFFER_ROWS, WINDOW, dtype=torch.int32)
         requests, lens = (torch.zeros(BUFFER_ROWS, dtype=torch.int32) for _ in range(2))
         valid = torch.zeros(BUFFER_ROWS, dtype=torch.bool)
-        made.append((*step, layout.WINDOW_BLOCK, WINDOW, decodes, requests, valid, rows, lens))
-    return made
+        samples.append((*step, layout.WINDOW_BLOCK, WINDOW, decodes, requests, valid, rows, lens))
+    return samples
 
 
 @sample
@@ -202,9 +202,9 @@ def flashinfer_mixed_indices(s: Step) -> list[Args]:
     window, prefill = s.hostile(500, DECODE_TOKENS, WINDOW), s.hostile(entries, TOKENS - DECODE_TOKENS, 12)
     step = (prefill, s.query_start_loc, s.seq_lens, s.token_to_req, s.window, layout.WINDOW_BLOCK)
     local = (window, s.hostile(entries, DECODE_TOKENS, 10), None, *step, table, ENTRY_BLOCK, WINDOW, CSA, 12, True)
-    given = (window, s.hostile(500, DECODE_TOKENS, 10), s.randint(0, 10, DECODE_TOKENS), *step, table, ENTRY_BLOCK)
+    full_lens = (window, s.hostile(500, DECODE_TOKENS, 10), s.randint(0, 10, DECODE_TOKENS), *step, table, ENTRY_BLOCK)
     alone = (window, None, None, prefill[:, :0], *step[1:], None, layout.WINDOW_BLOCK, WINDOW, 1, 0)
-    return [(*local, s.is_valid), (*given, WINDOW, CSA, 12, False, None, BUFFER_ROWS, 80, 9), alone]
+    return [(*local, s.is_valid), (*full_lens, WINDOW, CSA, 12, False, None, BUFFER_ROWS, 80, 9), alone]
 
 
 @sample

@@ -27,7 +27,7 @@ PAGES = {
 def batch_metadata(s: Step) -> list[Args]:
     slots = torch.where(s.is_valid, 7, layout.PAD_SLOT)
     slots[4] = layout.PAD_SLOT  # a token that the engine does not cache
-    made: list[Args] = []
+    samples: list[Args] = []
     for groups, slot_mapping in ((tuple(GROUPS), None), (("window", "c128"), slots), (("c4", "c4_state"), slots[:6])):
         values: dict[str, object] = dict.fromkeys(ARGUMENTS)
         values |= {"query_start_loc": s.query_start_loc, "seq_lens": s.seq_lens, "slot_mapping": slot_mapping}
@@ -36,8 +36,8 @@ def batch_metadata(s: Step) -> list[Args]:
         dtypes = TOKENS | {name: dtype for group in groups for name, dtype in GROUPS[group].items()}
         dtypes |= {} if len(groups) == 2 else dict.fromkeys(CONTEXT_LENS, torch.int32)
         values |= {name: _stale(name, dtype) for name, dtype in dtypes.items()}
-        made.append(tuple(values.values()))
-    return made
+        samples.append(tuple(values.values()))
+    return samples
 
 
 def _stale(name: str, dtype: torch.dtype) -> Tensor:
@@ -48,16 +48,16 @@ def _stale(name: str, dtype: torch.dtype) -> Tensor:
 @sample
 def advance(s: Step) -> list[Args]:
     queries, lens = torch.tensor([1, 3, 3, 0, 2, 3]), torch.tensor([128, 40, 3, 0, 1, 99], dtype=torch.int32)
-    kept = torch.tensor([0, 2, 9, 1, 1, 3], dtype=torch.int32)
+    accepted = torch.tensor([0, 2, 9, 1, 1, 3], dtype=torch.int32)
     reserved = torch.tensor([900, 900, 900, 900, 900, 101], dtype=torch.int32)
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), queries.cumsum(0))).int()
-    made: list[Args] = []
+    samples: list[Args] = []
     for query_len in (3, 1):
         drafts = s.randint(1, 99, 6, query_len - 1, dtype=torch.int64) if query_len > 1 else None
         chosen = s.randint(1, 99, 6, query_len, dtype=torch.int64)
         ids, overflow = torch.full((20,), 12345), torch.tensor([5, 0, 0, 7, 0, 0], dtype=torch.int32)
-        made.append((kept, chosen, drafts, reserved, query_len, starts.clone(), lens.clone(), ids, overflow))
-    return made
+        samples.append((accepted, chosen, drafts, reserved, query_len, starts.clone(), lens.clone(), ids, overflow))
+    return samples
 
 
 @sample

@@ -19,7 +19,7 @@ def _projection(s: Step, *sizes: int, dtype: torch.dtype = torch.float32) -> tup
 
 
 def _compressor(s: Step, kv_score: Tensor, ratio: int, dim: int, fmt: str, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return the eight arguments of a compressor, of which the first is its projection."""
+    """Return the eight arguments of a compressor, its projection first."""
     block = layout.storage_block_size(ratio)
     state, state_table, state_block = s.state(ratio, dim)
     table = s.table(block, ratio)
@@ -37,9 +37,9 @@ def _compressor(s: Step, kv_score: Tensor, ratio: int, dim: int, fmt: str, dtype
 
 @sample
 def preprocess_insert(s: Step) -> list[Args]:
-    """Layers of ratio 4 with an indexer, of ratio 128, and a window alone, whose float32 projection is rounded."""
+    """Layers of ratio 4 with an indexer, of ratio 128, and a window alone with a float32 projection that is rounded."""
     (mla, fp8, plain), (key_fp8, _, key_plain) = KV, INDEXER
-    made: list[Args] = []
+    samples: list[Args] = []
     for ratio, (fmt, dim, dtype), key, hadamard in (
         (layout.CSA_RATIO, mla, key_fp8, False),
         (layout.CSA_RATIO, plain, key_plain, True),
@@ -70,8 +70,8 @@ def preprocess_insert(s: Step) -> list[Args]:
             args += key_fmt, hadamard, window.kv_scale
         else:
             args += (None,) * 8 + (0,) + (None,) * 8 + ("", False, None, torch.float16)
-        made.append(args)
-    return made
+        samples.append(args)
+    return samples
 
 
 @sample

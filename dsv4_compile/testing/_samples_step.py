@@ -1,4 +1,4 @@
-"""One small step as tensors, and the registry of what is built from it. See samples.py."""
+"""One small step as tensors, and the registry of samples built from it. See samples.py."""
 
 from __future__ import annotations
 

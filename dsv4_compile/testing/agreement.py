@@ -16,7 +16,7 @@ from .compare import TOLERANCES, Tolerance, assert_bitwise, assert_close
 Args = tuple[Any, ...]
 
 FLOATS = {
-    # Sums in another order, rsqrt and exp of another library.
+    # The order of sums differs, and so do implementations of rsqrt and exp.
     torch.float32: Tolerance(abs=1e-5, rel=1e-4, cosine=1e-9),
     # The same, rounded: neighbours where the exact value lies near a boundary.
     torch.bfloat16: Tolerance(abs=1e-3, rel=2.01 / 128, cosine=5e-6),
@@ -32,13 +32,13 @@ ROUNDED = {
 """Ops that quantise a result of a sum: a few quantised values may land on the neighbour. All other bytes are exact."""
 ROUNDED_SHARE = 0.02
 CANCELLED = 2.0**-16
-"""Share of the largest value that may be left where terms cancel in another order, in fp8 tensor cores above all."""
+"""Share of the largest value that may remain where terms cancel in a different order, most in fp8 tensor cores."""
 CANCELLED_E4M3 = 2.0**-14
 """`CANCELLED` for float32 results of e4m3 operands, which tensor cores add with 14 bits."""
 ATTENTION = TOLERANCES["attention_few_keys"]
 """For kernels of attention: rows of few keys, with weights that are rounded to bfloat16."""
 QUANTISED = Tolerance(abs=ATTENTION.abs, rel=1.13 / 8, cosine=1e-3)
-"""For kernels of attention and GEMMs whose results are quantised, scales included."""
+"""For kernels of attention and GEMMs with quantised results, scales included."""
 EXPERTS = 3e-3
 """Relative error of kernels of experts, which round hidden states to bfloat16."""
 LARGEST_OF_ROW = 8.0
@@ -56,8 +56,8 @@ def results_of(name: str, returned: Any, args: Args) -> list[Tensor]:
 def written_arguments(name: str, args: Args) -> list[Tensor]:
     """Return those of `args` that the schema marks as mutated."""
     schema = OPS[name]._schema.arguments
-    given = [(a, s.alias_info) for a, s in zip(args, schema, strict=False) if isinstance(a, Tensor)]
-    return [a for a, alias in given if alias is not None and alias.is_write]
+    tensors = [(a, s.alias_info) for a, s in zip(args, schema, strict=False) if isinstance(a, Tensor)]
+    return [a for a, alias in tensors if alias is not None and alias.is_write]
 
 
 def assert_agrees(name: str, got: list[Tensor], want: list[Tensor], before: list[Tensor], *, kernel: bool) -> None:
@@ -71,7 +71,7 @@ def assert_agrees(name: str, got: list[Tensor], want: list[Tensor], before: list
         kernel: whether a kernel ran, which may round where the reference does not.
     """
     if name in QUANT:
-        # A sum that is rounded otherwise may take another scale.
+        # A sum that is rounded otherwise may take a different scale.
         got, want = [_dequantized(*got)], [_dequantized(*want)]
     results = len(want) - len(before)
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -79,7 +79,7 @@ def assert_agrees(name: str, got: list[Tensor], want: list[Tensor], before: list
 
 
 def _assert_agrees(name: str, got: Tensor, want: Tensor, before: Tensor | None, kernel: bool) -> None:
-    """Integers and bytes exactly, floats within their tolerance; `before` is what a written argument held."""
+    """Assert equal integers and bytes, and floats within their tolerance; `before`: a written argument's old value."""
     attends = kernel and name.startswith("sparse_mla_") and want.dtype is torch.bfloat16
     got = got.cpu()
     if want.dtype in FLOATS and (want.dtype.itemsize > 1 or name in ROUNDED):

@@ -6,7 +6,7 @@
 
 A tensor argument is its elements and nothing else: gaps between rows, page padding and the memory around it are out of
 bounds. The 16 bits of a pointer above any address of a process carry the number of its argument, so an access that
-runs from one argument into another is found as well.
+runs from one argument into the next is reported as well.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Checker:
         """Start a launch of `kernel` with these arguments by name."""
         self.kernel = kernel
         self.launched.append(kernel)
-        tensors = [found for name, value in values.items() for found in _tensors(name, value)]
+        tensors = [tensor for name, value in values.items() for tensor in _tensors(name, value)]
         self.arguments = {tag: _Argument(*item) for tag, item in enumerate(tensors, 1)}
         self.tags = {id(argument.tensor): tag for tag, argument in self.arguments.items()}
 

@@ -23,7 +23,7 @@ FEW_TIES = 4
 """Ties that are always allowed: in a small cache one tie is more than `TIES`."""
 CANCELLED = 2.0**-16
 """Allowed error of a rotated value as a share of its pair's size, 2^8 ulp of float32: a rotation may cancel a value to
-almost nothing, of which the float32 error of the pair is many steps."""
+almost nothing, and the float32 error of the pair is many steps of such a value."""
 
 
 def assert_cached(
@@ -97,7 +97,7 @@ def _rotated(cache: Tensor, cache_format: str, block_size: int, slots: Tensor) -
 
 
 def _steps(codes: Tensor, bits: int) -> Tensor:
-    """int32: codes of `bits` bits, sign and magnitude, in the order of what they stand for. Both zeros are 0."""
+    """int32: codes of `bits` bits, sign and magnitude, in the order of their values. Both zeros are 0."""
     sign = 1 << (bits - 1)
     codes = codes.int() & (2 * sign - 1)
     return torch.where(codes >= sign, sign - codes, codes)

@@ -1,7 +1,7 @@
 """Comparisons that fail with the first wrong coordinate, not with a matrix.
 
-`assert_bitwise` is for everything whose rounding is defined: indices, lengths, cache bytes, quantised values.
-`assert_close` is for sums whose order is free. It compares infinities and NaN by position before it looks at any
+`assert_bitwise` is for results of defined rounding: indices, lengths, cache bytes, quantised values.
+`assert_close` is for sums in any order. It compares infinities and NaN by position before it looks at any
 tolerance, since a NaN passes every `>` test and an infinity swallows every difference.
 """
 
@@ -27,16 +27,16 @@ class Tolerance:
 
 
 TOLERANCES: dict[str, Tolerance] = {
-    # Two bfloat16 outputs, of which one may come from weights that were rounded to bfloat16 too.
+    # Two bfloat16 outputs; the weights of one may have been rounded to bfloat16 too.
     # rel: neighbours are 2^-7 apart at the bottom of a binade; two of those, and 0.5 % since the bound is on a rounded
     #   value. abs: averages of 100 or more unit-variance keys are of size 0.1, so below 1e-3 it is cancellation, not
     #   rounding, that decides the relative error.
     # cosine: a rounding costs half its mean square error over the mean square, (2^-7)^2 / 12 / 2.2 / 2 = 1.1e-6 if
     #   mantissas were log-uniform, 1.4e-6 for normal values; rounded weights cost 0.8e-6. At worst 3.6e-6 together.
     "attention_bfloat16": Tolerance(abs=1e-3, rel=2.01 / 128, cosine=5e-6),
-    # Rows of any length, of keys below 5: weights rounded to bfloat16 are off by 2^-9 at most, and of few keys that is
-    # what remains. Simulated in float64, rows of fewer than 150 keys leave the bound above at a few elements in a
-    # million, as the kernels do.
+    # Rows of any length, of keys below 5: weights rounded to bfloat16 are off by 2^-9 at most, and with
+    # few keys little of that cancels. Simulated in float64, rows of fewer than 150 keys leave the bound above at a few
+    # elements in a million, as the kernels do.
     "attention_few_keys": Tolerance(abs=5 * 2.0**-9, rel=2.01 / 128, cosine=1e-5),
     # Prefill in longer rows: one more rounding of the running maximum's rescale.
     "attention_prefill_bfloat16": Tolerance(abs=8e-4, rel=3.01 / 128, cosine=7e-6),
@@ -114,7 +114,7 @@ def assert_close(
 
 
 def _turned_limit(want: Tensor, bound: Tolerance) -> Tensor:
-    """Return the largest error of elements of rotated pairs whose elements before the rotation are within `bound`.
+    """Return the largest error of rotated pairs, if pairs before the rotation are within `bound`.
 
     A rotation mixes the two errors of a pair: at most their root sum of squares, which is at most that of the two
     bounds, sqrt(2 abs^2 + rel^2 |pair|^2). Rounding again costs both sides half a spacing of the pair's magnitude, and

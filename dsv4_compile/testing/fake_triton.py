@@ -38,11 +38,11 @@ TARGETS: dict[str, GPUTarget] = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-"""The GPUs whose code is compiled ahead of time in tests."""
+"""The GPUs that tests compile code for."""
 WAIT = "griddepcontrol.wait"
-"""PTX instruction by which a kernel with PDL waits for the previous one."""
+"""PTX instruction that makes a kernel with PDL wait for the previous one."""
 SCOREBOARDS = 6
-"""Scoreboards of a warp on NVIDIA GPUs, by which instructions wait for results of variable latency."""
+"""Scoreboards of a warp on NVIDIA GPUs; instructions wait on them for results of variable latency."""
 
 
 class _Utils:
@@ -130,7 +130,7 @@ class _Llvm:
 
 @contextmanager
 def code_alone(target: GPUTarget) -> Iterator[None]:
-    """Skip, in the block, what the compiler for `target` makes beside the code."""
+    """Skip, in the block, all output of the compiler for `target` except the code."""
     if target.backend != "hip":
         yield
         return
@@ -144,8 +144,8 @@ def code_alone(target: GPUTarget) -> Iterator[None]:
 def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
     """Let every launch in the block compile its kernel for `target` instead of running it; nothing stays installed.
 
-    Launchers are called as on a GPU, with tensors on the CPU, so what is compiled is what they would launch: types,
-    alignments, constants and options. Yields the compiled kernels in order.
+    Launchers are called as on a GPU, with tensors on the CPU, so the compiled kernels have the types,
+    alignments, constants and options of a launch. Yields the compiled kernels in order.
 
     AssertionError for a kernel with PDL that never waits for the previous one, since the next one would not wait for
     either; and for one that reuses the shared memory of an mbarrier.
@@ -155,15 +155,15 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         # A kernel remembers the target it first saw as that of the device.
-        kept, self.device_caches = self.device_caches, collections.defaultdict(self.create_binder)
+        device_caches, self.device_caches = self.device_caches, collections.defaultdict(self.create_binder)
         try:
             compiled.append(launch(self, *args, grid=grid, warmup=True, **kwargs))
         finally:
-            self.device_caches = kept
+            self.device_caches = device_caches
         early, code = getattr(compiled[-1].metadata, "launch_pdl", False), compiled[-1].asm
         assert not early or WAIT in code["ptx"], f"{compiled[-1].metadata.name} has PDL and does not wait"
-        given = barriers_given_away(compiled[-1])
-        assert not given, f"{compiled[-1].metadata.name} reuses the memory of an mbarrier: {given}"
+        reused = barriers_given_away(compiled[-1])
+        assert not reused, f"{compiled[-1].metadata.name} reuses the memory of an mbarrier: {reused}"
         return compiled[-1]
 
     with (
@@ -192,7 +192,7 @@ class SourceLine(NamedTuple):
     Attributes:
         text: as `nvdisasm` writes it, without the address.
         place: where in the source it is from: "norm.py:26".
-        sets: the scoreboard that says when its results are there, 0 to 5, None for one whose results take a known time.
+        sets: the scoreboard that says when its results are there, 0 to 5, None where they take a known time.
         waits: scoreboards that it waits for before it is issued.
     """
 
@@ -205,21 +205,21 @@ class SourceLine(NamedTuple):
 def source_lines(compiled: Any) -> list[SourceLine]:
     """Return `instructions` and the labels between them, with source lines and scoreboards."""
     output = _output_of(compiled, triton.knobs.nvidia.nvdisasm.path, "-c", "-g", "-hex")
-    found, place, text = [], "", ""
+    lines, location, text = [], "", ""
     for line in output.splitlines():
         if source := re.match(r'\s*//## File "[^"]*?([^"/]+)", line (\d+)', line):
-            place = f"{source[1]}:{source[2]}"
+            location = f"{source[1]}:{source[2]}"
         elif label := re.match(r"\s*(\.L_\w+:)", line):
-            found.append(SourceLine(label[1], place))
+            lines.append(SourceLine(label[1], location))
         elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
             text = instruction[1].replace("`", "")
         elif control := re.match(r"\s*/\* 0x([0-9a-f]{16}) \*/", line):
-            # Of the second word of an instruction, which has a line of its own.
+            # The second word of an instruction, on a separate line.
             bits = int(control[1], 16)
             written, awaited = bits >> 46 & 7, bits >> 52 & 63
             waits = tuple(number for number in range(SCOREBOARDS) if awaited >> number & 1)
-            found.append(SourceLine(text, place, written if written < SCOREBOARDS else None, waits))
-    return found
+            lines.append(SourceLine(text, location, written if written < SCOREBOARDS else None, waits))
+    return lines
 
 
 def _output_of(compiled: Any, *command: str) -> str:

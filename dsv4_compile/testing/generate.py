@@ -1,4 +1,4 @@
-"""Inputs that go wrong when code does: hostile indices, gaps between rows, and caches whose unused bytes are NaN."""
+"""Inputs that go wrong when code does: hostile indices, gaps between rows, and caches with NaN in unused bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hostile_indices(
 
 
 def poison_(x: Tensor) -> Tensor:
-    """Fill `x` in place with what an unmasked read would notice, and return it.
+    """Fill `x` in place with values that an unmasked read would notice, and return it.
 
     NaN in floats of every width, 0xFF in bytes, True in bool, and in integers the smallest value, illegal as an index
     and as a length.
@@ -89,7 +89,7 @@ def _storable(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class RandomCache:
-    """A paged cache of which only `slots` hold anything; every other byte of its storage is NaN.
+    """A paged cache with values only in `slots`; every other byte of its storage is NaN.
 
     Attributes:
         cache: byte pages or rows, as `layout.cache_shape`; pages are further apart than they are long.

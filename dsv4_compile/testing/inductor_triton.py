@@ -1,12 +1,12 @@
 """The Triton that Inductor generates for a function, shown, run and compiled on a machine without a GPU.
 
-    with generated_triton() as kernels:          # in a process of its own
+    with generated_triton() as kernels:          # in a separate process
         torch.compile(fn, backend=dsv4)(*inputs)
     [k.name for k in kernels]
 
 Tensors stay on the CPU and Inductor is told to generate Triton for it. Kernels do nothing when they are called, or run
 in Triton's interpreter when the environment has TRITON_INTERPRET=1, which Triton reads when it is imported: hence a
-process of its own, with patches that stay.
+separate process, with patches that stay.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GeneratedKernel:
 
     @staticmethod
     def of(name: str, source: str) -> GeneratedKernel:
-        """The kernel of a source that Inductor generated, in this process or in another."""
+        """Return the kernel of a source that Inductor generated, in this process or a different one."""
         return _execute(name, source, [])
 
     def run(self, *args: Any, stream: int | None = None) -> None:

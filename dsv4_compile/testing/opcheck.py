@@ -1,4 +1,4 @@
-"""A complete check of one custom op: torch's own opcheck, and what it leaves out."""
+"""A complete check of one custom op: torch's opcheck, and further properties."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_op(op: OpOverload, args_list: Sequence[Args], *, utilities: bool = Tru
     - A second run gives the same bytes, also where fresh memory is full of NaN: everything is written, nothing stale
       is read.
     - The reference of one of this package's ops never waits for the device (see `refuse_synchronization`). Not checked
-      where a kernel runs. A form for CPUs may: its reference is checked beside it.
+      where a kernel runs. A form for CPUs may: its reference is checked as well.
 
     The arguments themselves are left as they were. Not checked here: whether the values are right.
     """
@@ -129,7 +129,7 @@ def _storage(x: Tensor) -> Tensor:
 
 
 def _over(storage: Tensor, like: Tensor) -> Tensor:
-    """View of another storage with the dtype, shape, strides and offset of `like`."""
+    """Return a view of `storage` with the dtype, shape, strides and offset of `like`."""
     alias = torch.empty(0, dtype=like.dtype, device=like.device)
     return alias.set_(storage.untyped_storage(), like.storage_offset(), like.shape, like.stride())
 
@@ -137,8 +137,8 @@ def _over(storage: Tensor, like: Tensor) -> Tensor:
 def _outside(x: Tensor) -> Tensor:
     """Copy of x's storage with x's own elements zeroed."""
     copy = _storage(x).clone()
-    own = _over(copy, x)
-    (own.view(torch.uint8) if own.element_size() == 1 else own).zero_()
+    elements = _over(copy, x)
+    (elements.view(torch.uint8) if elements.element_size() == 1 else elements).zero_()
     return copy
 
 

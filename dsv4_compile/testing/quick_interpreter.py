@@ -60,12 +60,12 @@ def _cache_types() -> None:
     def find(cls: Any, element_ty: Any, shape: Any) -> Any:
         sizes = (size.value if type(size) is tl.constexpr else size for size in getattr(shape, "values", shape))
         shape, numel, name, of_tensors, by_element = known(*sizes)
-        found = by_element.get(id(element_ty))
-        if found is None:
-            found = by_element[id(element_ty)] = object.__new__(cls)
-            found.element_ty, found.shape, found.numel, found.name = element_ty, shape, numel, f"{name}{element_ty}>"
-            found.of_tensors, found.by_element = of_tensors, by_element
-        return found
+        block = by_element.get(id(element_ty))
+        if block is None:
+            block = by_element[id(element_ty)] = object.__new__(cls)
+            block.element_ty, block.shape, block.numel, block.name = element_ty, shape, numel, f"{name}{element_ty}>"
+            block.of_tensors, block.by_element = of_tensors, by_element
+        return block
 
     def with_element_ty(self: Any, element_ty: Any) -> Any:
         return self.by_element.get(id(element_ty)) or tl.block_type(element_ty, self.shape)
@@ -100,7 +100,7 @@ def _cache_constants() -> None:
 
 
 def _cache_ranges() -> None:
-    """Count from one number to another once; nothing may write to the result."""
+    """Compute a range of numbers only once; nothing may write to the result."""
     builder = interpreter.InterpreterBuilder
     make = builder.create_make_range
 
@@ -134,7 +134,7 @@ def _look_up_codes() -> None:
 def _skip_promotion_of_equal_types() -> None:
     """Skip type promotion and broadcasting of two tensors of one type and shape, except in divisions.
 
-    Numbers beside tensors are not copied to their shape: NumPy combines each element with the number.
+    Numbers next to tensors are not copied to their shape: NumPy combines each element with the number.
     """
     semantic = interpreter.interpreter_semantic
     check, broadcast, make_tensor = (
@@ -212,16 +212,16 @@ def _reduce_neighbours() -> None:
     def reduce_neighbours(self: Any, inputs: Any) -> Any:
         if self.axis is None:
             return reduce(self, inputs)
-        found = [np.moveaxis(each.handle.data, self.axis, 0) for each in inputs]
-        while len(found[0]) > 1:  # a power of two
+        arrays = [np.moveaxis(tensor.handle.data, self.axis, 0) for tensor in inputs]
+        while len(arrays[0]) > 1:  # a power of two
             pairs = (
-                [self.to_tensor(x[side::2], each.dtype) for x, each in zip(found, inputs, strict=True)]
+                [self.to_tensor(x[side::2], tensor.dtype) for x, tensor in zip(arrays, inputs, strict=True)]
                 for side in (0, 1)
             )
             combined = self.combine_fn.fn(*next(pairs), *next(pairs))
-            found = [each.handle.data for each in (combined if isinstance(combined, tuple) else (combined,))]
-        found = [np.moveaxis(x, 0, self.axis) if self.keep_dims else x[0] for x in found]
-        return [self.to_tensor(x, each.dtype) for x, each in zip(found, inputs, strict=True)]
+            arrays = [tensor.handle.data for tensor in (combined if isinstance(combined, tuple) else (combined,))]
+        arrays = [np.moveaxis(x, 0, self.axis) if self.keep_dims else x[0] for x in arrays]
+        return [self.to_tensor(x, tensor.dtype) for x, tensor in zip(arrays, inputs, strict=True)]
 
     interpreter.ReduceOps.generic_reduce = reduce_neighbours
 
@@ -251,7 +251,7 @@ def _patch_once_a_launch() -> None:
 
     @functools.cache
     def seen_by(fn: Any) -> frozenset[str]:
-        return frozenset(each.__name__ for each in fn.__globals__.values() if each is tl or each is tl.core)
+        return frozenset(value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core)
 
     def patch(fn: Any) -> Any:
         seen = seen_by(fn)

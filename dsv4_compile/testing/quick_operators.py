@@ -1,6 +1,6 @@
 """Operators of tensors in Triton's interpreter without the type promotion and broadcasting of every call.
 
-What an operator computes depends on the types of its operands and, for a number beside a tensor, on the number. The
+What an operator computes depends on the types of its operands and, for a number next to a tensor, on the number. The
 first call for these goes through Triton; all later ones follow a plan that gave the same bits.
 """
 
@@ -53,7 +53,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 """The function of NumPy for each operator of Triton's tensors that Triton computes by one."""
 _SIZES = 8, 16, 32, 64
 _PLAIN = {"int1", "fp16", "fp32", "fp64", *(f"{sign}int{size}" for sign in ("", "u") for size in _SIZES)}
-"""Names of the types that NumPy has: operators of others convert, or are computed in another type."""
+"""Names of the types that NumPy has: operators of other types convert, or compute in a different type."""
 
 
 class _Form(NamedTuple):
@@ -81,7 +81,7 @@ class _Plan(NamedTuple):
 
     Attributes:
         function: of the two operands, as arrays.
-        number: the number beside the tensor, as an array; None for two tensors.
+        number: the number next to the tensor, as an array; None for two tensors.
         left, right: dtypes that the operands are converted to before, None for one that is used as it is.
         step: size of an element of the pointers that an offset is added to; 0 for other operands.
         form: of the result.
@@ -138,7 +138,7 @@ def quick_operator(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plan(name: str, left: Any, right: Any, result: Any) -> _Plan | None:
-    """Return the plan for operands of which Triton computed a result, None if it gives other bits."""
+    """Return the plan for operands with Triton's result, None if it gives other bits."""
     is_tensor, is_pointer = type(right) is tl.tensor, isinstance(left.dtype, tl.pointer_type)
     types = [left.type, right.type] if is_tensor else [left.type]
     if any(kind.scalar.name not in _PLAIN for kind in types[is_pointer:]) or (type(right) is float and right != right):
@@ -152,11 +152,11 @@ def _plan(name: str, left: Any, right: Any, result: Any) -> _Plan | None:
         other = semantic.to_tensor(right) if name in _COMPARISONS else right
         operands = semantic.binary_op_type_checking_impl(left, other, False, False, True, name in _DIVISIONS)
         dtypes = [operand.handle.data.dtype for operand in operands]
-    given = left.handle.data, right.handle.data if is_tensor else operands[1].handle.data
-    before, after = (None if dtype == array.dtype else dtype for dtype, array in zip(dtypes, given, strict=True))
-    number = None if is_tensor else given[1]
+    arrays = left.handle.data, right.handle.data if is_tensor else operands[1].handle.data
+    before, after = (None if dtype == array.dtype else dtype for dtype, array in zip(dtypes, arrays, strict=True))
+    number = None if is_tensor else arrays[1]
     plan = _Plan(_FUNCTIONS[name], number, before, after, step, _Form.of(result), tuple(types))
-    return plan if _equal(plan.compute(*given), result) else None
+    return plan if _equal(plan.compute(*arrays), result) else None
 
 
 def _equal(data: Any, result: Any) -> bool:
@@ -170,9 +170,9 @@ def quick_index(slow: Callable[..., Any]) -> Callable[..., Any]:
     forms: dict[Any, Any] = {}
 
     def index(self: Any, slices: Any) -> Any:
-        if type(slices) is not tuple or not all(each is None or each == _ALL for each in slices):
+        if type(slices) is not tuple or not all(dim is None or dim == _ALL for dim in slices):
             return slow(self, slices)
-        key = (id(self.type), *(each is None for each in slices))
+        key = (id(self.type), *(dim is None for dim in slices))
         if key not in forms:
             result, block = slow(self, slices), self.type.is_block()
             same = block and _equal(self.handle.data[slices], result)
@@ -191,7 +191,7 @@ def quick_cast(slow: Callable[..., Any], convert: Callable[[Any, Any], Any]) -> 
     def cast(x: Any, kind: Any, *rounding: Any) -> Any:
         if x.dtype is kind:
             return x
-        if type(kind) is not tl.dtype or type(x.dtype) is not tl.dtype or any(each is not None for each in rounding):
+        if type(kind) is not tl.dtype or type(x.dtype) is not tl.dtype or any(mode is not None for mode in rounding):
             return slow(x, kind, *rounding)
         key = id(x.type), id(kind)
         if key not in forms:
@@ -223,7 +223,7 @@ def quick_where(slow: Callable[..., Any]) -> Callable[..., Any]:
             arrays = [a.handle.data if b is None else b for a, b in zip((x, y), numbers, strict=True)]
             same = condition.dtype is tl.int1 and _equal(np.where(condition.handle.data, *arrays), result)
             same &= all(a.dtype is b.dtype for a, b in zip((x, y), operands, strict=True) if type(a) is tl.tensor)
-            types = [each.type for each in (condition, x, y) if type(each) is tl.tensor]
+            types = [operand.type for operand in (condition, x, y) if type(operand) is tl.tensor]
             plans[key] = (_Form.of(result) if same else None), numbers, types
             return result
         form, (left, right), _ = plans[key]
@@ -246,18 +246,18 @@ def quick_broadcast(slow: Callable[..., Any]) -> Callable[..., Any]:
         if key not in forms:
             results = slow(lhs, rhs)
             pairs = list(zip((lhs, rhs), results, strict=True))
-            shapes = [None if given is got else got.handle.data.shape for given, got in pairs]
+            shapes = [None if operand is got else got.handle.data.shape for operand, got in pairs]
             wide = [
-                given.handle.data if shape is None else np.broadcast_to(given.handle.data, shape)
-                for (given, _), shape in zip(pairs, shapes, strict=True)
+                operand.handle.data if shape is None else np.broadcast_to(operand.handle.data, shape)
+                for (operand, _), shape in zip(pairs, shapes, strict=True)
             ]
             same = all(_equal(data, result) for data, result in zip(wide, results, strict=True))
             forms[key] = same, [*zip(shapes, map(_Form.of, results), strict=True)], (lhs.type, rhs.type)
             return results
-        possible, found, _ = forms[key]
+        possible, plans, _ = forms[key]
         if not possible:
             return slow(lhs, rhs)
-        (left, left_form), (right, right_form) = found
+        (left, left_form), (right, right_form) = plans
         if left is not None:
             lhs = left_form.tensor(np.broadcast_to(lhs.handle.data, left))
         if right is not None:

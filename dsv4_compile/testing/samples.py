@@ -25,7 +25,7 @@ __all__ = ["BUILDERS", "op_samples", "samples"]
 
 
 def op_samples(op: str, device: torch.device | str = "cpu") -> list[Args]:
-    """Positional arguments for one op, fresh at each call. They do not depend on which other ops exist."""
+    """Return positional arguments for one op, fresh at each call and independent of other ops."""
 
     def move(args: Args) -> Args:
         return tuple(to_device(a, device) if isinstance(a, Tensor) else a for a in args)

@@ -1,6 +1,6 @@
-"""The self-check of kernels that were proven with another Triton: each op once against its reference.
+"""The self-check of kernels that were proven with a different Triton: each op once against its reference.
 
-`ensure` runs it where a graph is compiled, `dsv4 doctor --prove` on request. A process of its own runs the kernels, so
+`ensure` runs it where a graph is compiled, `dsv4 doctor --prove` on request. A separate process runs the kernels, so
 that a fault or a hang on the GPU ends that process alone:
 
     main([DEVICE, OP, ...])      prints a line of JSON for each op
@@ -38,9 +38,9 @@ READY = "ready"
 START_LIMIT, OP_LIMIT, END_LIMIT = 120.0, 120.0, 10.0
 """Seconds until the process has imported torch; of one op, which compiles its kernels; and of the process's end."""
 _IMPORTING = ("PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT")
-"""Variables by which Python imports modules before a program begins; an empty path is the current folder."""
+"""Variables that make Python import modules before a program begins; an empty path is the current folder."""
 CHILD = "DSV4_SELF_CHECK"
-"""Environment variable of the process that checks, in which nothing else is to be checked."""
+"""Environment variable of the process that checks; it starts no further checks."""
 
 
 def ensure(devices: Iterable[torch.device]) -> str:
@@ -65,20 +65,20 @@ def ensure(devices: Iterable[torch.device]) -> str:
 
 def check_ops(ops: Sequence[str], device: torch.device) -> dict[str, str]:
     """Check `ops` on `device`, report progress, and keep the results: by op, why its kernel is wrong, or ""."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     with progress.stage("check kernels", total=len(ops)) as work:
         for op, why in _in_a_process(ops, device):
-            found[op] = why
+            reasons[op] = why
             work.advance(op)
-    failed = {op: why for op, why in found.items() if why}
+    failed = {op: why for op, why in reasons.items() if why}
     for op, why in failed.items():
         log.warning("the kernel of %s failed its self-check, so auto does not use it: %s", op, why)
-    proven.note_checked(device_architecture(device), found)
-    return found
+    proven.note_checked(device_architecture(device), reasons)
+    return reasons
 
 
 def _in_a_process(ops: Sequence[str], device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield each op with why it is wrong, or ""; after an op that ends its process, another process goes on."""
+    """Yield each op with why it is wrong, or ""; after an op that ends its process, a new process goes on."""
     waiting = list(ops)
     while waiting:
         hung = False
@@ -132,7 +132,7 @@ def _awaited(process: subprocess.Popen[bytes], limit: float, read: Callable[[str
 
 
 def _result(waiting: Sequence[str], line: str) -> tuple[str, str] | None:
-    """Return op and fault of a line, None for another line."""
+    """Return op and fault of a line, None for other output."""
     try:
         op, why = json.loads(line)
     except (ValueError, TypeError, RecursionError):

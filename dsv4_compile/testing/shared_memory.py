@@ -1,7 +1,8 @@
 """Shared-memory allocation of a kernel compiled for NVIDIA, and whether an mbarrier keeps its memory for itself.
 
-The compiler reuses the memory of buffers after their last use. An mbarrier whose last use it sees too early is
-overwritten, or overwrites what took its place: scales became NaN in 1 to 100 of 10,000 GEMMs on an H200.
+The compiler reuses the memory of buffers after their last use. If it sees the last use of an mbarrier too
+early, the mbarrier is overwritten, or overwrites the buffer that took its memory: scales became NaN in 1 to 100 of
+10,000 GEMMs on an H200.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Place(NamedTuple):
 
 
 def barriers_given_away(compiled: Any) -> list[tuple[str, str]]:
-    """Return pairs of lines of the compiled kernel: an mbarrier, and another buffer that may be in its memory.
+    """Return pairs of lines of the compiled kernel: an mbarrier, and a buffer that may be in its memory.
 
     An invalidated mbarrier may be reused, so kernels that invalidate some are not checked.
     """
@@ -53,12 +54,12 @@ def barriers_given_away(compiled: Any) -> list[tuple[str, str]]:
 def _given_away(text: str, arch: int, shared: int) -> list[tuple[str, str]]:
     text = _allocated(text, arch)
     assert f"ttg.shared = {shared} : i32" in text, "places are not those of the compiled kernel"
-    reached, given = _reached(text), []
+    reached, pairs = _reached(text), []
     for one, other in combinations(_places(text), 2):
         both = one.block == other.block or one.block in reached[other.block] or other.block in reached[one.block]
         if one.barrier + other.barrier and both and one.start < other.stop and other.start < one.stop:
-            given.append((one.line, other.line) if one.barrier else (other.line, one.line))
-    return given
+            pairs.append((one.line, other.line) if one.barrier else (other.line, one.line))
+    return pairs
 
 
 def _allocated(text: str, arch: int) -> str:
@@ -107,20 +108,20 @@ def _reached(text: str) -> dict[str, set[str]]:
 
 def _places(text: str) -> list[Place]:
     """Return all allocations."""
-    layouts, found = dict(re.findall(r"^#(\w+) = (.*)$", text, re.MULTILINE)), []
+    layouts, places = dict(re.findall(r"^#(\w+) = (.*)$", text, re.MULTILINE)), []
     for block, line in _blocks(text):
         if start := re.search(r"allocation\.offset = (\d+)", line):
             allocated = re.search(r"!ttg\.memdesc<([^,>]+)", line)
             barrier = allocated is not None and BARRIER.fullmatch(allocated[1]) is not None
             size = _bytes(allocated[1]) if allocated else _scratch(line, layouts)
-            found.append(Place(int(start[1]), int(start[1]) + size, barrier, block, line.strip()))
-    return found
+            places.append(Place(int(start[1]), int(start[1]) + size, barrier, block, line.strip()))
+    return places
 
 
 def _scratch(line: str, layouts: Mapping[str, str]) -> int:
     """Return the scratch bytes of an operation: Triton 3.9 prints them, for 3.6 and 3.7 an upper bound.
 
-    The bound is the tensor whose layout is converted, or the results of a reduction for each warp; 1 for others, such
+    The bound is the tensor that changes its layout, or the results of a reduction for each warp; 1 for others, such
     as arguments of warpgroups and scalars that are broadcast to all threads.
     """
     if said := re.search(r"allocation\.size = (\d+)", line):
