@@ -1,4 +1,4 @@
-"""Not a test: runs ways in which one rank differs from the others, or is gone, on groups of processes."""
+"""Not a test: runs scenarios of one rank that differs or is gone, on groups of processes."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def run_ways(size: int, names: Sequence[str], path: Path, together: int = 3) -> 
     while running:
         running = [entry for entry in running if not _ended(*entry)]
         time.sleep(0.1)
-    found: dict[str, list[Outcome | None]] = {name: [None] * size for name in names}
+    outcomes: dict[str, list[Outcome | None]] = {name: [None] * size for name in names}
     for number in range(len(jobs)):
         for rank in range(size):
             log = path / str(number) / str(rank)
             for line in log.read_text().splitlines() if log.exists() else ():
                 name, *outcome = json.loads(line)
-                found[name][rank] = Outcome(*outcome)
-    return found
+                outcomes[name][rank] = Outcome(*outcome)
+    return outcomes
 
 
 def _ended(ranks: Sequence[multiprocessing.process.BaseProcess], deadline: float) -> bool:
@@ -135,5 +135,5 @@ if __name__ == "__main__":
     outcomes = run_ways(int(size), wanted or [*DIFFERS, *GONE], Path(tempfile.mkdtemp()))
     for name, ranks in outcomes.items():
         lines = wrong(name, ranks)
-        print("\n".join(lines) if lines else f"right: {name} {[each and round(each.seconds, 1) for each in ranks]}")
-    print(sum(not wrong(*each) for each in outcomes.items()), "of", len(outcomes), "right")
+        print("\n".join(lines) if lines else f"right: {name} {[run and round(run.seconds, 1) for run in ranks]}")
+    print(sum(not wrong(*item) for item in outcomes.items()), "of", len(outcomes), "right")

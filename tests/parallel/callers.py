@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class Add(LogitsProcessor):
-    """Adds to a token's logit, by an attribute or by what no attribute shows."""
+    """Adds to a token's logit, by an attribute or by hidden state."""
 
     hidden = 0.0
 

@@ -1,4 +1,4 @@
-"""Not a test: properties of a split model, which each rank checks in a process of its own."""
+"""Not a test: properties of a split model, which each rank checks in a separate process."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ def whole() -> Any:
 
 @functools.cache
 def divided(mesh: Any, expert_layout: str = "experts") -> Any:
-    """Return the same model, of which this rank has a part."""
+    """Return this rank's part of the same model."""
     return hf.convert(tiny_model(**MODEL), **SIZES, mesh=mesh, expert_layout=expert_layout)
 
 
 def of_whole(mesh: Any, run: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
     """Return `run(the whole model, ...)`, which rank 0 computes for all."""
     ranks = Ranks.of(mesh)
-    found: Tensor = first_object(run(whole(), *args, **options) if ranks.rank == 0 else None, ranks)
-    return found
+    result: Tensor = first_object(run(whole(), *args, **options) if ranks.rank == 0 else None, ranks)
+    return result
 
 
 @contextmanager
-def fails(*parts: str) -> Iterator[None]:
-    """Expect an error with `parts` in its text."""
+def fails(*texts: str) -> Iterator[None]:
+    """Expect an error with `texts` in its message."""
     try:
         yield
     except RankError as error:
-        missing = [part for part in parts if part not in str(error)]
+        missing = [text for text in texts if text not in str(error)]
         assert not missing, f"no {missing} in {error}"
         return
-    raise AssertionError(f"no error with {parts}")
+    raise AssertionError(f"no error with {texts}")
 
 
 @torch.no_grad()
@@ -85,13 +85,14 @@ def logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def generated(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     """Return 12 tokens for each row of `ids`."""
-    given = {"do_sample": False, "max_new_tokens": 12, "attention_mask": torch.ones_like(ids) if mask is None else mask}
-    return model.generate(ids, **given | options)
+    mask = torch.ones_like(ids) if mask is None else mask
+    defaults = {"do_sample": False, "max_new_tokens": 12, "attention_mask": mask}
+    return model.generate(ids, **defaults | options)
 
 
 def assert_same_bits(value: Tensor, mesh: Any) -> None:
-    found = gather_objects(value, Ranks.of(mesh))
-    assert all(torch.equal(each, value) for each in found)
+    values = gather_objects(value, Ranks.of(mesh))
+    assert all(torch.equal(rank_value, value) for rank_value in values)
 
 
 def prefill_and_decode_are_those_of_one_process(mesh: Any) -> None:
@@ -133,11 +134,11 @@ def an_op_that_differs_on_a_rank_is_found_beside_parts(mesh: Any) -> None:
     factor = 1.0 + 0.01 * mesh.get_rank()
     hook = model.model.layers[1].mlp.register_forward_hook(lambda module, given, out: out * factor)
     finish, model.model.dsv4_in_step.finish = model.model.dsv4_in_step.finish, lambda *_: None
-    found = diverge_ranks(model, tokens(2, 20), group=mesh)
+    report = diverge_ranks(model, tokens(2, 20), group=mesh)
     hook.remove()
     model.model.dsv4_in_step.finish = finish
-    assert (found.op, found.rank) == ("aten.mul", 1) and found.layer == "model.layers.1", str(found)
-    assert found.compared > 200, str(found)
+    assert (report.op, report.rank) == ("aten.mul", 1) and report.layer == "model.layers.1", str(report)
+    assert report.compared > 200, str(report)
 
 
 def a_rank_keeps_its_part_alone(mesh: Any) -> None:
@@ -159,11 +160,11 @@ def a_rank_keeps_its_part_alone(mesh: Any) -> None:
 def a_model_that_has_its_part_is_converted_as_it_is(mesh: Any) -> None:
     model = tiny_model(**MODEL)
     keep_part(model, Ranks.of(mesh), "rows")
-    kept = model.lm_head.weight
+    weight = model.lm_head.weight
     with fails("E701", "a part for"):
         hf.convert(model, **SIZES, mesh=mesh, expert_layout="experts")
     hf.convert(model, **SIZES, mesh=mesh, expert_layout="rows")
-    assert model.lm_head.weight is kept
+    assert model.lm_head.weight is weight
     close(logits(model, tokens(2, 11)), of_whole(mesh, logits, tokens(2, 11)))
 
 
@@ -180,12 +181,12 @@ def a_rank_reads_its_part_of_a_checkpoint(mesh: Any) -> None:
     for name, options in (("official", {}), ("official", {"dequantize": True}), ("floating", {})):
         all_of_it = hf.load(folder / name, **limits, **options)
         for layout in EXPERT_LAYOUTS:
-            part = hf.load(folder / name, **limits, **options, mesh=mesh, expert_layout=layout)
+            shard = hf.load(folder / name, **limits, **options, mesh=mesh, expert_layout=layout)
             for path, whole_one in all_of_it.named_parameters():
                 want = part_of(whole_one.data, split_of(path, layout), ranks).contiguous()
-                got = part.get_parameter(path).data.contiguous()
+                got = shard.get_parameter(path).data.contiguous()
                 assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), path
-        got, want = logits(part, tokens(1, 9)), logits(all_of_it, tokens(1, 9))
+        got, want = logits(shard, tokens(1, 9)), logits(all_of_it, tokens(1, 9))
         assert (got - want).norm() < 1e-4 * want.norm()
     torch.distributed.barrier()
     if ranks.rank == 0:
@@ -250,10 +251,10 @@ def an_engines_layer_is_split(mesh: Any) -> None:
     for settings in ({"dtype": torch.bfloat16}, options):
         torch.manual_seed(1)
         whole_layer = random_layer(replace(config, num_heads=4, o_lora_rank=128), "csa", **settings)
-        part = DeepseekV4Attention(whole_layer.config, 0, max_seq_len=MAX_SEQ_LEN, mesh=mesh, **settings)
-        load_attention(part, dict(whole_layer.named_parameters()))
+        shard = DeepseekV4Attention(whole_layer.config, 0, max_seq_len=MAX_SEQ_LEN, mesh=mesh, **settings)
+        load_attention(shard, dict(whole_layer.named_parameters()))
         hidden = torch.randn(50, config.hidden_size).to(torch.bfloat16)
-        got, want = (Engine(layer, 1, 256).step([hidden])[0].float() for layer in (part, whole_layer))
+        got, want = (Engine(layer, 1, 256).step([hidden])[0].float() for layer in (shard, whole_layer))
         assert (got - want).norm() < 0.01 * want.norm()
         assert_same_bits(got, mesh)
 
@@ -290,20 +291,20 @@ def an_opaque_all_reduce_without_a_buffer_is_that_of_the_backend(mesh: Any) -> N
 
 def a_boundary_adds_up_the_parts_of_all_ranks(mesh: Any) -> None:
     ranks = replace(Ranks.of(mesh), symmetric=True)
-    streams, part, *rest = arguments("mhc_boundary", 3, 64)
+    streams, summand, *rest = arguments("mhc_boundary", 3, 64)
 
-    def step(streams: Tensor, part: Tensor, *rest: Any) -> list[Tensor]:
-        return list(torch.ops.dsv4.mhc_boundary(streams, all_reduce(part, ranks), *rest))
+    def step(streams: Tensor, summand: Tensor, *rest: Any) -> list[Tensor]:
+        return list(torch.ops.dsv4.mhc_boundary(streams, all_reduce(summand, ranks), *rest))
 
     options: Any = {"dsv4.impl": "eager", "dsv4.fuse": "on"}
     compiled = torch.compile(step, fullgraph=True, backend="dsv4", options=options)
-    part += ranks.rank
-    total = functional_all_reduce(part, ranks.name)
+    summand += ranks.rank
+    total = functional_all_reduce(summand, ranks.name)
     want = torch.ops.dsv4.mhc_boundary(streams, total, *rest)
     with decisions.collect() as collected:
-        got = compiled(streams, part, *rest)
+        got = compiled(streams, summand, *rest)
     assert [fusion.into for fusion in collected.fusions if fusion.fused] == ["all_reduce_mhc_boundary"]
-    assert all(torch.equal(*each) for each in zip(got, want, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
 def calls_of_a_model_over_symmetric_memory_are_watched(mesh: Any) -> None:
@@ -317,32 +318,32 @@ def calls_of_a_model_over_symmetric_memory_are_watched(mesh: Any) -> None:
             return True
 
     ranks, work = replace(Ranks.of(mesh), symmetric=True), Work()
-    made = InStep(ranks, torch.device("cpu"), 5.0).watchdog
-    assert made is not None
-    assert made.timeout == 5.0
+    guard = InStep(ranks, torch.device("cpu"), 5.0).watchdog
+    assert guard is not None
+    assert guard.timeout == 5.0
     assert hasattr(torch.distributed.destroy_process_group, "dsv4_releases")
-    made.work = work
+    guard.work = work
     model = hf.convert(tiny_model(**MODEL), **SIZES, mesh=mesh)
     in_step = model.model.dsv4_in_step
     assert in_step.watchdog is None
-    in_step.watchdog = made
+    in_step.watchdog = guard
     inside = []
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: inside.append(made.begun - made.ended))
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: inside.append(guard.begun - guard.ended))
     logits(model, tokens(1, 9))
-    assert (made.begun, made.ended, work.marks, inside) == (3, 3, 3, [1])  # two comparisons and the forward
+    assert (guard.begun, guard.ended, work.marks, inside) == (3, 3, 3, [1])  # two comparisons and the forward
     logits(model, tokens(1, 9))
-    assert (made.begun, made.ended, inside) == (4, 4, [1, 1])
-    assert copy.deepcopy(in_step).watchdog is made
+    assert (guard.begun, guard.ended, inside) == (4, 4, [1, 1])
+    assert copy.deepcopy(in_step).watchdog is guard
     generated(model, tokens(1, 9), max_new_tokens=1)
-    assert (made.begun, made.ended, inside) == (8, 8, [1, 1, 1])  # its lengths, two comparisons and the forward
+    assert (guard.begun, guard.ended, inside) == (8, 8, [1, 1, 1])  # its lengths, two comparisons and the forward
     model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     try:
         logits(model, tokens(1, 9))
     except ZeroDivisionError:
-        assert (made.begun, made.ended) == (9, 9)
+        assert (guard.begun, guard.ended) == (9, 9)
     else:
         raise AssertionError("no error")
-    made.leave()
+    guard.leave()
     watchdog.leave(ranks.name)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = 120.0
-"""Seconds until a collective fails whose other ranks do not come, on a machine that has other work."""
+"""Seconds until a collective fails if its other ranks do not come, on a machine that has other work."""
 
 PRELOADED = (
     "dsv4_compile.debug",
@@ -55,11 +55,11 @@ def run_on_ranks(size: int, checks: Sequence[Check], folder: Path) -> Outcomes:
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
-    found = [
+    outcomes = [
         dict(map(json.loads, file.read_text().splitlines())) if file.exists() else {}
         for file in (folder / str(rank) for rank in range(size))
     ]
-    return {check.__name__: [each.get(check.__name__, "not finished") for each in found] for check in checks}
+    return {check.__name__: [outcome.get(check.__name__, "not finished") for outcome in outcomes] for check in checks}
 
 
 def _rank(rank: int, size: int, module: str, names: Sequence[str], folder: str) -> None:

@@ -68,7 +68,7 @@ def enclosing(value: int) -> Any:
 
 
 class Calls:
-    """An object whose class has no attributes, and code that differs."""
+    """An object without class attributes, and code that differs."""
 
     def __call__(self, value: int) -> int:
         return value + 1
@@ -148,11 +148,11 @@ def test_connections_to_a_process_are_closed_and_no_others() -> None:
             server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             client = stack.enter_context(socket.create_connection(server.getsockname(), timeout=5.0))
             ends.append((client, stack.enter_context(server.accept()[0])))
-        (kept, _), (closed, _) = ends
+        (spared, _), (closed, _) = ends
         assert close_connections([]) == 0
-        assert close_connections([os.getpid()], but_port=kept.getpeername()[1]) >= 2
+        assert close_connections([os.getpid()], but_port=spared.getpeername()[1]) >= 2
         assert closed.recv(1) == b""
-        kept.sendall(b"x")
+        spared.sendall(b"x")
         assert ends[0][1].recv(1) == b"x"
 
 

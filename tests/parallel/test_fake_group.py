@@ -1,4 +1,4 @@
-"""One rank whose others do not exist: what it has, and what it cannot do."""
+"""Tests of one rank without the others: its weights, and its limits."""
 
 from __future__ import annotations
 

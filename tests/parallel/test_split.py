@@ -1,4 +1,4 @@
-"""Tests of what a rank has of weights in each format, and of the numbers of ranks that divide a model."""
+"""Tests of a rank's parts of weights in each format, and of the numbers of ranks that divide a model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def weight(kind: str, *shape: int) -> tuple[Tensor, Tensor | None]:
     if kind == "float":
         return torch.randn(shape) * shape[-1] ** -0.5, None
     if kind == "e4m3":
-        found = torch.randn(shape).to(torch.float8_e4m3fn)
-        return found, torch.randint(118, 122, scale_shape(found), dtype=torch.uint8)
-    found = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
-    return found, torch.randint(118, 122, scale_shape(found), dtype=torch.uint8)
+        values = torch.randn(shape).to(torch.float8_e4m3fn)
+        return values, torch.randint(118, 122, scale_shape(values), dtype=torch.uint8)
+    values = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
+    return values, torch.randint(118, 122, scale_shape(values), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
@@ -74,12 +74,12 @@ def test_parts_of_experts_add_up(kind: str, layout: str) -> None:
 
 def test_parameters_of_a_model_are_split_or_whole_by_name() -> None:
     model = tiny_model(num_hidden_layers=2, layer_types=["compressed_sparse_attention"] * 2)
-    found = {name: split_of(name) for name, _ in model.named_parameters()}
-    assert found["lm_head.weight"] == found["model.embed_tokens.weight"] == (0, 1)
-    whole = {name.removeprefix("model.layers.1.") for name, each in found.items() if each is None}
-    assert {"model.norm.weight", "self_attn.q_a_proj.weight", "mlp.gate.weight", "attn_hc.fn"} <= whole
-    assert {name for name in whole if ".indexer." in name}
-    assert {name.removeprefix("model.layers.1.") for name, each in found.items() if each and "layers.1." in name} == {
+    splits = {name: split_of(name) for name, _ in model.named_parameters()}
+    assert splits["lm_head.weight"] == splits["model.embed_tokens.weight"] == (0, 1)
+    unsplit = {name.removeprefix("model.layers.1.") for name, split in splits.items() if split is None}
+    assert {"model.norm.weight", "self_attn.q_a_proj.weight", "mlp.gate.weight", "attn_hc.fn"} <= unsplit
+    assert {name for name in unsplit if ".indexer." in name}
+    assert {name.removeprefix("model.layers.1.") for name, cut in splits.items() if cut and "layers.1." in name} == {
         *(f"self_attn.{name}_proj.weight" for name in ("q_b", "o_a", "o_b")),
         *(f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")),
         "self_attn.sinks",

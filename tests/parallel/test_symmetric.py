@@ -1,4 +1,4 @@
-"""Symmetric memory: whose addresses a group's all-reduces use."""
+"""Tests of symmetric memory: the buffers that a group's all-reduces use."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ DEVICE = torch.device("cuda", 0)
 
 
 def test_group_that_has_the_name_of_a_destroyed_one_gets_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    named, made = [object()], list[str]()
+    named, allocations = [object()], list[str]()
     monkeypatch.setattr(Ranks, "group", property(lambda self: named[-1]))
     monkeypatch.setattr(symmetric, "_why_unsupported", lambda ranks, device: "")
-    monkeypatch.setattr(symmetric, "_rendezvous", lambda ranks, device: made.append("buffer") or torch.zeros(1))
+    monkeypatch.setattr(symmetric, "_rendezvous", lambda ranks, device: allocations.append("buffer") or torch.zeros(1))
     monkeypatch.setattr(symmetric, "gather_objects", lambda value, ranks: [value])
     monkeypatch.setattr(symmetric, "_buffers", {})
     monkeypatch.setattr(symmetric, "_prepared", {})
-    monkeypatch.setattr(boundary, "prepare", lambda ranks, device: made.append("exchange"))
+    monkeypatch.setattr(boundary, "prepare", lambda ranks, device: allocations.append("exchange"))
     ranks = Ranks(0, 2, "0")
     for _ in range(2):
         symmetric.prepare(ranks, DEVICE)
-    assert made == ["buffer", "exchange"]
+    assert allocations == ["buffer", "exchange"]
     named.append(object())  # destroy_process_group, init_process_group
     symmetric.prepare(ranks, DEVICE)
-    assert made == ["buffer", "exchange"] * 2
+    assert allocations == ["buffer", "exchange"] * 2
 
 
 def test_replay_after_one_to_which_a_rank_did_not_come_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from tests.parallel.processes import rank_context
 
 KILLED = -9
 INTERPRETER = "a_rank_ends_its_interpreter_in_a_step"
-"""The scenario whose second rank is an interpreter of its own: forked ones skip what runs at exit."""
+"""The scenario with a separate interpreter as second rank: forked ones skip exit handlers."""
 GONE = {
     "a_rank_is_killed": ("rank 1 (process", "has ended without leaving: it was killed or crashed"),
     "a_rank_that_is_not_visible_is_killed": ("rank 1 (process", "has given no sign of life for 2 s"),
@@ -74,7 +74,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         running[name] = [*ranks]
     deadline = time.monotonic() + watched.HANGS / 2
     return {
-        name: [outcome(each, deadline, folder / f"{name}.{rank}") for rank, each in enumerate(two)]
+        name: [outcome(process, deadline, folder / f"{name}.{rank}") for rank, process in enumerate(two)]
         for name, two in running.items()
     }
 
@@ -108,16 +108,16 @@ def test_process_that_leaves_ends_by_itself(outcomes: dict[str, list[Outcome]]) 
 
 @pytest.mark.parametrize("name", LET_BE)
 def test_processes_are_let_be(name: str, outcomes: dict[str, list[Outcome]]) -> None:
-    assert [each.status for each in outcomes[name]] == [0, 0], outcomes[name]
+    assert [rank.status for rank in outcomes[name]] == [0, 0], outcomes[name]
 
 
 def test_one_event_marks_the_newest_work_outside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
-        made: ClassVar[list[Event]] = []
+        events: ClassVar[list[Event]] = []
         on: Any = None
 
         def __init__(self) -> None:
-            self.made.append(self)
+            self.events.append(self)
 
         def record(self, stream: Any) -> None:
             self.on = stream
@@ -132,12 +132,12 @@ def test_one_event_marks_the_newest_work_outside_captures(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
     work.record()
     assert work.done()
-    assert not Event.made
+    assert not Event.events
     capturing.append(False)
     for _ in range(2):
         work.record()
         assert not work.done()
-    assert [event.on for event in Event.made] == [(work.device, 1)]
+    assert [event.on for event in Event.events] == [(work.device, 1)]
     assert entered == [work.device, work.device]
 
 
@@ -151,6 +151,6 @@ def test_device_that_does_not_answer_counts_as_pending_and_one_that_fails_as_don
 
 
 def test_fault_of_the_thread_is_logged_once(outcomes: dict[str, list[Outcome]]) -> None:
-    for each in outcomes["a_thread_fails"]:
-        assert each.text.count("the watchdog has failed, trying again") == 1, each.text
-        assert each.text.count("ValueError: no /proc") == 1
+    for rank in outcomes["a_thread_fails"]:
+        assert rank.text.count("the watchdog has failed, trying again") == 1, rank.text
+        assert rank.text.count("ValueError: no /proc") == 1

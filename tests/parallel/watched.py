@@ -1,4 +1,4 @@
-"""Not a test: what each rank does in a scenario of `test_watchdog`, in a process of its own."""
+"""Not a test: what each rank does in a scenario of `test_watchdog`, in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Not a test: ways in which one rank differs from the others, or is gone, and what the others must say."""
+"""Not a test: scenarios of one rank that differs or is gone, and the errors expected on the others."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def model_of(mesh: Any) -> Any:
 
 
 def generate(me: Me, model: Any = None, odd: dict[str, Any] | None = None, **options: Any) -> torch.Tensor:
-    """Generate with options; the odd rank with others besides."""
-    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, **options}
-    given |= (odd or {}) if me.odd else {}
-    prompt = given.pop("prompt", ids(2, 5))
+    """Generate with options, and on the odd rank with those in `odd` too."""
+    arguments: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, **options}
+    arguments |= (odd or {}) if me.odd else {}
+    prompt = arguments.pop("prompt", ids(2, 5))
     model = model_of(me.mesh) if model is None else model
-    found: torch.Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **given)
-    return found
+    tokens: torch.Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **arguments)
+    return tokens
 
 
 @torch.no_grad()
@@ -242,11 +242,11 @@ DIFFERS: dict[str, tuple[Callable[[Me], object], tuple[str, ...]]] = {
     "convert that rejects": (convert_rejected, ("rejected", "training mode")),
     "folder": (folder, ("rejected", "nowhere")),
 }
-"""What one rank does otherwise, and what E702 says of it on every rank."""
+"""By scenario, the action of one rank, and texts of E702 on every rank."""
 
 
 def in_forward(act: Callable[[], object]) -> Callable[[Me], None]:
-    """Return a way whose odd rank acts in the middle of a forward."""
+    """Return a scenario: the odd rank acts in the middle of a forward."""
 
     def way(me: Me) -> None:
         model = model_of(me.mesh)
@@ -258,7 +258,7 @@ def in_forward(act: Callable[[], object]) -> Callable[[Me], None]:
 
 
 def at_token(act: Callable[[], object]) -> Callable[[Me], None]:
-    """Return a way whose odd rank acts in code of its caller between two steps."""
+    """Return a scenario: the odd rank acts in its caller's code between two steps."""
 
     def way(me: Me) -> None:
         model_of(me.mesh)
@@ -268,7 +268,7 @@ def at_token(act: Callable[[], object]) -> Callable[[Me], None]:
 
 
 def before(act: Callable[[], object], then: Callable[[Me], object] = generate) -> Callable[[Me], None]:
-    """Return a way whose odd rank acts while the others begin a call."""
+    """Return a scenario: the odd rank acts while the others begin a call."""
 
     def way(me: Me) -> None:
         model_of(me.mesh)
@@ -321,7 +321,7 @@ def linger(*_: Any) -> None:
 
 
 def lives_on(act: Callable[[Me], None]) -> Callable[[Me], None]:
-    """Return a way whose odd rank catches its error, and does something else."""
+    """Return a scenario: the odd rank catches its error, and does something else."""
 
     def way(me: Me) -> None:
         try:
@@ -383,4 +383,4 @@ GONE: dict[str, tuple[Callable[[Me], object], tuple[str, ...]]] = {
     "does not come": (before(linger), ("has not come to call",)),
     "does not come to a barrier": (before(linger, barrier), ("has not come to call",)),
 }
-"""How one rank is gone, and what E703 says of it on every other."""
+"""By scenario, the end of one rank, and texts of E703 on every other."""
