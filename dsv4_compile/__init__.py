@@ -1,7 +1,7 @@
 """Run DeepSeek-V4 attention through torch.compile.
 
 Importing this package registers `torch.ops.dsv4` and does nothing else: it loads no Triton, uses no GPU and changes no
-setting of torch. Other modules are imported on first use. The `dsv4` command imports torch only for what needs it.
+setting of torch. Other modules are imported on first use. The `dsv4` command imports torch only where needed.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ if torch.backends.mkldnn.is_available():
     _pointwise = torch.ops.mkldnn._linear_pointwise.default
     onednn_linear = lambda x, weight: _pointwise(x, weight, None, "none", [], "")  # noqa: E731
 below_autograd = torch._C._AutoDispatchBelowAutograd
-"""Context in which an op dispatches as if no input required grad."""
+"""Context that dispatches ops as if no input required grad."""
 
 TORCH_FIRST = (2, 11)
 TORCH_LAST = (2, 15)
@@ -55,7 +55,7 @@ CACHE_NAMES = ("cache", "past_key_values")
 VERSION = "_version"
 """Number that grows when a tensor is written in place; inference tensors have none."""
 WRAPPED_BACKEND = "_torchdynamo_orig_backend"
-"""Attribute of what Dynamo puts around a backend."""
+"""Attribute of Dynamo's wrapper of a backend."""
 EXPERTS_GATE = "_apply_gate"
 """Method of transformers' experts that multiplies gate and up."""
 
@@ -223,7 +223,7 @@ def lie_at(tensors: list[torch.Tensor], addresses: list[int]) -> bool:
 
 
 def has_device_kernel(op: OpOverload, device: torch.device) -> bool:
-    """Return whether `op` has a kernel for `device`, besides the reference for all devices."""
+    """Return whether `op` has a kernel for `device`, not only the reference for all devices."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C._dispatch_key_for_device(device.type))
 
 
@@ -279,7 +279,7 @@ def run_graph_pass(graph_pass: Any, graph: torch.fx.Graph) -> None:
 
 
 def codegen_of(device: torch.device) -> str:
-    """Return the language that Inductor generates for `device`: "cpp", "triton" or another backend."""
+    """Return the language that Inductor generates for `device`: "cpp", "triton" or the name of a different backend."""
     return str(getattr(__getattr__("inductor_config"), f"{device.type}_backend", "triton"))
 
 
@@ -290,8 +290,8 @@ def kernel_origins() -> dict[str, list[str]]:
 
 def traced_functions() -> list[CodeType]:
     """Return the code of every function that Dynamo has traced and that still exists."""
-    found = (reference() for reference in __getattr__("convert_frame").input_codes.seen)
-    return [code for code in found if code is not None]
+    codes = (reference() for reference in __getattr__("convert_frame").input_codes.seen)
+    return [code for code in codes if code is not None]
 
 
 def compiled_versions(code: CodeType) -> int:
@@ -305,7 +305,7 @@ def forget_compiled(code: CodeType) -> None:
 
 
 def generated_functions() -> set[int]:
-    """Return the ids of generated code objects whose global names Dynamo keeps."""
+    """Return the ids of generated code objects that Dynamo keeps global names for."""
     return set(__getattr__("CleanupManager").instance.values)
 
 
@@ -365,14 +365,14 @@ def cache_name() -> str:
 def check_transformers() -> None:
     """Raise E208 if the installed transformers calls the cache by a name that this release does not know."""
     first, last = (".".join(map(str, version)) for version in (TRANSFORMERS_FIRST, TRANSFORMERS_LAST))
-    found = [
-        f"{place} has {next((name for name in CACHE_NAMES if name in names), ', '.join(names))}"
-        for place, names in cache_places().items()
+    names_of_cache = [
+        f"{module} has {next((name for name in CACHE_NAMES if name in names), ', '.join(names))}"
+        for module, names in cache_places().items()
     ]
     check(
         bool(cache_name()),
         "E208",
-        got=f"transformers {importlib.import_module('transformers').__version__}: {'; '.join(found)}",
+        got=f"transformers {importlib.import_module('transformers').__version__}: {'; '.join(names_of_cache)}",
         rule=f"convert works with transformers {first} to {last}",
         why=f"it has renamed the cache, which was {' or '.join(CACHE_NAMES)}",
         fix=f"pip install 'transformers>={first},<{TRANSFORMERS_LAST[0]}.{TRANSFORMERS_LAST[1] + 1}'",
@@ -380,7 +380,7 @@ def check_transformers() -> None:
 
 
 def register_recorded_outputs(model: Any) -> None:
-    """Let transformers record the hidden states and router logits of `model`, whose class it did not construct."""
+    """Let transformers record hidden states and router logits of `model`, a class that it did not construct."""
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
     # Older versions have a plain dict there, which does not name the class of its keys itself.

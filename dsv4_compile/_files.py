@@ -76,8 +76,8 @@ def locked(folder: Path) -> Iterator[None]:
 def make_private_folder(folder: Path) -> None:
     """Make `folder` for this user alone; one of this user that a group can write is closed to it, which the log says.
 
-    PermissionError if there is one that anyone can write, one of another user, or a link. What is in a folder that was
-    open before needs a check of its own: see `check_private`.
+    PermissionError if there is one that anyone can write, one of a different user, or a link. Files in a folder that
+    was open before need a separate check: see `check_private`.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
     facts = folder.lstat()
@@ -122,7 +122,7 @@ def read_private(path: Path, most: int) -> bytes:
 
 @contextmanager
 def synced(path: Path) -> Iterator[int]:
-    """Yield a descriptor of a file or folder whose content has reached the disk."""
+    """Yield a descriptor of a file or folder after its content has reached the disk."""
     descriptor = os.open(path, os.O_RDONLY | AS_IT_IS)
     try:
         os.fsync(descriptor)
@@ -153,8 +153,8 @@ def why_unsafe(folder: Path) -> str:
             return why
     if not real.is_dir() or not real.stat().st_mode & _ENTRY:
         return ""
-    found = (why for path in _entries(real) if (why := _why_writable(path)))
-    return next(found, "")
+    reasons = (why for path in _entries(real) if (why := _why_writable(path)))
+    return next(reasons, "")
 
 
 def _why_writable(path: Path) -> str:
@@ -193,7 +193,7 @@ def _why_replaceable(child: Path, parent: Path) -> str:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """Yield up to `MOST_ENTRIES` files and folders below `folder`, folders of a level before what they contain."""
+    """Yield up to `MOST_ENTRIES` files and folders below `folder`, folders of a level before their content."""
     left = MOST_ENTRIES
     for root, folders, files in os.walk(folder):
         for name in itertools.islice((*folders, *files), left):

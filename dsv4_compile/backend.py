@@ -26,7 +26,7 @@ torch 2.13), nested conditions on slots grow to thousands of operations an eleme
 The user's option of this name, or a lower setting, takes precedence. Triton code keeps the default."""
 
 _WHOLE = ("triton.cudagraphs", "cpp_wrapper", "fx_wrapper", "freezing")
-"""Inductor settings with which a graph is compiled whole: they capture it, or make one program of it."""
+"""Inductor settings that need the whole graph: they capture it, or make one program of it."""
 
 
 def dsv4(
@@ -55,9 +55,9 @@ def dsv4(
     from ._compat import compile_lock
     from .runtime.repeated_layers import write_out
 
-    whole = write_out(gm, example_inputs)
+    written = write_out(gm, example_inputs)
     with compile_lock:  # torch.compile holds it; who calls the backend may not
-        return whole.as_traced(_compile(whole.gm, whole.example_inputs, mode, options, kwargs))
+        return written.as_traced(_compile(written.gm, written.example_inputs, mode, options, kwargs))
 
 
 def _compile(

@@ -162,8 +162,8 @@ def _parser(targets: Sequence[str] | None = None) -> argparse.ArgumentParser:
 def _doctor(path: str | None, *, as_json: bool, prove: bool) -> int:
     from . import doctor
 
-    found = doctor.prove() if prove else []
-    checks = [*(doctor.examine() if path is None else doctor.examine_folder(path)), *found]
+    proofs = doctor.prove() if prove else []
+    checks = [*(doctor.examine() if path is None else doctor.examine_folder(path)), *proofs]
     print(json.dumps([check.as_dict() for check in checks], indent=2) if as_json else doctor.render(checks))
     return int(any(check.level == "fix" for check in checks))
 

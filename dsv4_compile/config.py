@@ -236,11 +236,11 @@ def _ratios(raw: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _rope_fields(raw: Mapping[str, Any], head_dim: int, default: DeepseekV4Config) -> dict[str, Any]:
-    """Return the fields of RoPE, with what is absent as transformers completes it."""
+    """Return the fields of RoPE; absent ones as transformers completes them."""
     main, compress = _rope_parameters(raw, default)
     kind = main.get("rope_type", main.get("type", "default"))
     check(kind == "default", "E205", got=f"rope type {kind!r} on window layers", fix="only default exists there")
-    dim, compress_dim = (int(head_dim * float(each["partial_rotary_factor"])) for each in (main, compress))
+    dim, compress_dim = (int(head_dim * float(rope["partial_rotary_factor"])) for rope in (main, compress))
     check(
         dim == compress_dim,
         "E205",
@@ -259,7 +259,7 @@ def _rope_parameters(raw: Mapping[str, Any], default: DeepseekV4Config) -> tuple
     They are nested, `{"main": ..., "compress": ...}`, or those of YaRN on compressed layers in one dict. In one dict
     YaRN has no attention factor unless it says so; in a nested one transformers computes what is absent.
     """
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     theta = raw.get("rope_theta", default.rope_theta)
     context = raw.get("max_position_embeddings", default.max_position_embeddings)
     factor = raw.get("partial_rotary_factor")
@@ -268,11 +268,11 @@ def _rope_parameters(raw: Mapping[str, Any], default: DeepseekV4Config) -> tuple
     if factor is None:
         factor = default.rope_dim / default.head_dim
     common = {"partial_rotary_factor": factor, "original_max_position_embeddings": context}
-    if isinstance(given.get("main"), Mapping) and isinstance(given.get("compress"), Mapping):
-        main, compress = ({"rope_theta": theta, **common, **given[name]} for name in ("main", "compress"))
+    if isinstance(parameters.get("main"), Mapping) and isinstance(parameters.get("compress"), Mapping):
+        main, compress = ({"rope_theta": theta, **common, **parameters[name]} for name in ("main", "compress"))
         return main, compress
     compress_theta = raw.get("compress_rope_theta", default.compress_rope_theta)
-    yarn = {name: value for name, value in given.items() if name not in ("main", "compress")}
+    yarn = {name: value for name, value in parameters.items() if name not in ("main", "compress")}
     if raw.get("original_max_position_embeddings") is not None:
         yarn["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     compress = {**common, "attention_factor": 1.0, **yarn, "rope_theta": compress_theta}
@@ -290,14 +290,14 @@ def _yarn(compress: Mapping[str, Any]) -> Yarn | None:
     for name, value in positive.items():
         check(value is not None and value > 0, "E205", got=f"yarn with {name}={value}", rule=f"{name} is above 0")
     assert factor is not None
-    given = compress.get("attention_factor")
-    scaling = _attention_factor(compress, float(factor)) if given is None else float(given)
+    attention_factor = compress.get("attention_factor")
+    scaling = _attention_factor(compress, float(factor)) if attention_factor is None else float(attention_factor)
     check(
         scaling == 1.0,
         "E205",
-        got=f"attention_factor={given}",
+        got=f"attention_factor={attention_factor}",
         why="V4 scales neither cos/sin nor scores"
-        + (f"; transformers computes {scaling:.4f}" if given is None else ""),
+        + (f"; transformers computes {scaling:.4f}" if attention_factor is None else ""),
         fix='"attention_factor": 1.0 in rope_parameters["compress"], if the model was trained without it',
     )
     return Yarn(float(factor), int(original), **betas)

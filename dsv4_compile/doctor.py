@@ -150,12 +150,12 @@ def _torch(name: str) -> Check:
 def _triton(name: str) -> Check:
     window, advice = (TRITON_FIRST, TRITON_LAST), "install the triton that your torch build names"
     try:
-        found = _window(name, metadata.version("triton"), window, advice=advice)
+        check = _window(name, metadata.version("triton"), window, advice=advice)
     except metadata.PackageNotFoundError:
         if torch.cuda.is_available():
             return Check(name, "not installed", "fix", advice)
         return Check(name, "not installed", note="not needed without a GPU")
-    return replace(found, note=f"{found.note}; sm_90 has the kernels of other GPUs") if found.level == "warn" else found
+    return replace(check, note=f"{check.note}; sm_90 has the kernels of other GPUs") if check.level == "warn" else check
 
 
 def _device(name: str) -> Check:
@@ -198,7 +198,7 @@ def _few(ops: Sequence[str]) -> str:
 def prove() -> list[Check]:
     """Run each kernel of this GPU once against its reference, and keep what `auto` goes by.
 
-    Only a kernel that was proven on such a GPU with another Triton is used because of this; others are reported.
+    Only a kernel that was proven on such a GPU with a different Triton is used because of this; others are reported.
     """
     if not torch.cuda.is_available():
         return [Check("self-check", "not needed without a GPU")]
@@ -206,9 +206,9 @@ def prove() -> list[Check]:
 
     device = torch.device("cuda", torch.cuda.current_device())
     architecture = device_architecture(device)
-    found = check_ops(sorted(KERNELS), device)
-    checks = [Check(f"kernel {op}", "disagrees with its reference", "fix", why) for op, why in found.items() if why]
-    right = f"{len(found) - len(checks)} of {len(found)} agree with their references on {architecture}"
+    reasons = check_ops(sorted(KERNELS), device)
+    checks = [Check(f"kernel {op}", "disagrees with its reference", "fix", why) for op, why in reasons.items() if why]
+    right = f"{len(reasons) - len(checks)} of {len(reasons)} agree with their references on {architecture}"
     return [Check("self-check", right), *checks]
 
 
@@ -216,8 +216,8 @@ def _compiler(name: str) -> Check:
     # The one that Inductor calls; it looks for no other.
     named = (os.environ.get("CXX") or "").split()  # arguments may follow
     wanted = named[0] if named else "clang++" if platform.system() == "Darwin" else "g++"
-    if not wanted.startswith("-") and (found := shutil.which(wanted)):
-        return Check(name, " ".join([found, *named[1:]]))
+    if not wanted.startswith("-") and (path := shutil.which(wanted)):
+        return Check(name, " ".join([path, *named[1:]]))
     level = "warn" if torch.cuda.is_available() else "fix"
     other = next(filter(shutil.which, ("g++", "clang++", "c++")), "")
     return Check(name, f"no {wanted}", level, f"torch.compile on a CPU needs it, or CXX={other or 'another compiler'}")
@@ -242,8 +242,8 @@ def _optional(extra: str, lowest: tuple[int, int], purpose: str, name: str) -> C
         return Check(name, "not installed", note=f"{purpose}: {get}")
     if _release(version) < lowest:
         return Check(name, version, "warn", f"{purpose}, from {lowest[0]}.{lowest[1]} on: {get}")
-    found = _window(name, version, (lowest, TESTED_TO.get(name, _release(version))), advice=get)
-    return replace(found, note=f"{found.note}; {get}") if found.note else found
+    check = _window(name, version, (lowest, TESTED_TO.get(name, _release(version))), advice=get)
+    return replace(check, note=f"{check.note}; {get}") if check.note else check
 
 
 def _op(test: Callable[[torch.device], None], name: str) -> Check:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 _LIBRARIES = ("dsv4_compile", "torch")
-"""Packages whose stack frames are skipped to find the user's line for a warning."""
+"""Packages with stack frames that a warning skips to find the user's line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +252,8 @@ def printable(text: str, *, lines: bool = False) -> str:
     """Return `text` with escapes for characters that control a terminal; with `lines`, line breaks and tabs stay."""
     if text.isprintable():
         return text
-    kept = "\n\t" if lines else ""
-    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+    unescaped = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in unescaped else c.encode("unicode_escape").decode() for c in text)
 
 
 def _inside(text: str) -> str:
@@ -297,11 +297,11 @@ class RankError(DSV4Error, RuntimeError):
 
 
 class EngineError(DSV4Error, RuntimeError):
-    """E8xx: a serving engine, or its configuration, in which a plug-in of this package does not run."""
+    """E8xx: a serving engine, or its configuration, that a plug-in of this package does not run in."""
 
 
 class DSV4Warning(UserWarning):
-    """W6xx: the call did what was asked, in another way or at another cost than expected."""
+    """W6xx: the call did as asked, but in a different way or at a different cost than expected."""
 
 
 _CLASSES: dict[str, type[DSV4Error]] = {

@@ -74,12 +74,12 @@ def load_attention(
         naming: `official` or `hf`.
     """
     check(naming in ("official", "hf"), "E207", got=f"naming={naming!r}", rule="naming is official or hf")
-    given = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    unused = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
     def take(name: str, why: str) -> Tensor:
-        if name not in given:
+        if name not in unused:
             fail("E207", got=f"no tensor {prefix}{name}", why=why)
-        return given.pop(name)
+        return unused.pop(name)
 
     ranks: Any = getattr(module, "ranks", None)
     plan: list[tuple[nn.Parameter, Tensor]] = []
@@ -94,8 +94,8 @@ def load_attention(
             value = part_of(value, attention_split_of(name), ranks)
         _check_shape(value, tuple(parameter.shape), f"{prefix}{source}")
         plan.append((parameter, as_parameter(value, parameter.dtype, f"{prefix}{source}")))
-    left = ", ".join(prefix + name for name in sorted(given)[:8])
-    check(not given, "E207", got=f"{len(given)} tensors without a parameter: {left}")
+    left = ", ".join(prefix + name for name in sorted(unused)[:8])
+    check(not unused, "E207", got=f"{len(unused)} tensors without a parameter: {left}")
     check(
         not any(parameter.is_meta for parameter, _ in plan),
         "E207",
@@ -173,12 +173,12 @@ def load_attention_from_safetensors(
     Only the tensors under `prefix` are read. Files are read as `hf.load` reads them: raises E209 for a damaged file or
     index, and for a name or link that leaves the folder.
     """
-    found = list(_stored(folder_of(path), prefix))
-    total = sum(stored.nbytes for _, stored in found)
+    entries = list(_stored(folder_of(path), prefix))
+    total = sum(stored.nbytes for _, stored in entries)
     most = _MOST_BYTES * sum(parameter.numel() for parameter in module.parameters()) + _SLACK
     check(total <= most, "E207", got=f"{total} bytes under {prefix} in {path}", why="the module has fewer weights")
     tensors: dict[str, Tensor] = {}
-    for source, group in groupby(found, lambda item: item[0]):
+    for source, group in groupby(entries, lambda item: item[0]):
         with Reader(source) as reader:
             for _, stored in group:
                 check(stored.name not in tensors, "E207", got=f"{stored.name} in two files of {path}")
@@ -188,7 +188,7 @@ def load_attention_from_safetensors(
 
 
 _MOST_BYTES, _SLACK = 8, 1 << 20
-"""Bytes of a stored value at most, and bytes besides: scales and padding."""
+"""Maximum bytes of a stored value, and bytes allowed in addition: scales and padding."""
 
 
 def _stored(path: pathlib.Path, prefix: str) -> Iterator[tuple[Source, Stored]]:

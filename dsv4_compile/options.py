@@ -16,7 +16,7 @@ from .selection.decisions import IMPLEMENTATIONS
 
 
 class Option(NamedTuple):
-    """A key of the options: what it is for, its default, and what each of its values does.
+    """A key of the options: its purpose, its default, and the effect of each of its values.
 
     `values` is a type for the options of a capture that take any value of one.
     """
@@ -111,7 +111,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "TRITON_HOME": "its parent, where TRITON_CACHE_DIR is not set",
     "TRITON_INTERPRET": "1 runs Triton kernels in its interpreter, for tests",
 }
-"""Variables that the package reads, and what they are for. Libraries read others."""
+"""Variables that the package reads, and their purpose. Libraries read others."""
 LOGGERS: Mapping[str, str] = {
     "dsv4_compile.hf": "loading and conversion: what runs without a proven kernel",
     "dsv4_compile.runtime": "captures, early builds, repeated layers",
@@ -121,7 +121,7 @@ LOGGERS: Mapping[str, str] = {
     "dsv4_compile.lowering.registry": "implementations that raised, and what ran in their place",
     "dsv4_compile.testing.self_check": "checks of kernels on this GPU",
 }
-"""Loggers of Python's `logging`, and what they tell."""
+"""Loggers of Python's `logging`, and their messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Options:
         """Validate what torch.compile passes to a backend.
 
         Args:
-            mode: a mode of torch.compile, whose settings `options` override.
+            mode: a mode of torch.compile; `options` override its settings.
             options: keys as in the module docstring.
             ops: names of ops for `dsv4.impl.<op>`.
 
@@ -168,18 +168,18 @@ class Options:
         ops = tuple(ops)
         known = [key for key in OPTIONS if "<" not in key]
         known += [_PER_PASS + name for name in FUSE_PASSES] + [_PER_OP + op for op in ops]
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         inductor = mode_settings(mode)
         for key, value in (options or {}).items():
             if key.startswith(_PREFIX):
                 check(key in known, "E301", got=key, fix=_nearest(key, known))
-                given[key] = _valid(key, value)
+                values[key] = _valid(key, value)
             else:
                 name = key.replace("-", "_")
                 _check_inductor_setting(name, value)
                 inductor[name] = value
-        chosen = {name: given.get(_PREFIX + name, OPTIONS[_PREFIX + name].default) for name in _FIELDS}
-        demands, fuses, capture = (_below(prefix, given) for prefix in (_PER_OP, _PER_PASS, _PER_GRAPH))
+        chosen = {name: values.get(_PREFIX + name, OPTIONS[_PREFIX + name].default) for name in _FIELDS}
+        demands, fuses, capture = (_below(prefix, values) for prefix in (_PER_OP, _PER_PASS, _PER_GRAPH))
         cudagraph = chosen["cudagraph"]
         check(
             cudagraph == "off" or not inductor.get("triton.cudagraphs"),

@@ -138,7 +138,7 @@ def lines(stream: TextIO) -> Listener:
 
 
 class _Line:
-    """One line of a terminal, redrawn by a thread of its own while the work blocks."""
+    """One line of a terminal, redrawn by a separate thread while the work blocks."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -35,7 +35,7 @@ def _arange(*bounds: int) -> Tensor:
 
 
 def _pair_with_turns(rope: Rope, turns: float) -> float:
-    """Return the pair index whose angle makes `turns` full turns over the original context."""
+    """Return the index of the pair with an angle that makes `turns` full turns over the original context."""
     assert rope.yarn is not None
     context = rope.yarn.original_max_position
     return rope.dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -46,7 +46,7 @@ def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "c
     """Return float32 `[max_position + 1, dim]`: cosines in the first half of a row, sines in the second.
 
     The last row is NaN. Ops read the nearest row for a position outside the table, because an error on the device takes
-    a synchronisation: a position that is too large gives NaN, not the rotation of another one.
+    a synchronisation: a position that is too large gives NaN, not the rotation of a different one.
 
     Tables are cached, so layers of one kind share one tensor. Do not write to it or cast it.
     """

@@ -1,4 +1,4 @@
-"""Sizes of batches and caches: their type and range, and whether a device has memory for what they ask for."""
+"""Sizes of batches and caches: their type and range, and whether a device has memory for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GIGA = 10**9
 
 
 def shown(value: object) -> str:
-    """Return a short text of any value for a message; values whose `repr` fails are named by type."""
+    """Return a short text of any value for a message; values are named by type if their `repr` fails."""
     try:
         text = repr(value)
     except Exception:  # of an integer of too many digits, or of a class from elsewhere
@@ -33,7 +33,7 @@ def check_size(name: str, value: Any, least: int = 1) -> int:
         value: an int, or an integer of a library, as numpy's.
         least: smallest value.
 
-    Raises E204 for another type (bool, float, text, a tensor) and for a value outside `least` to `MOST`.
+    Raises E204 for other types (bool, float, text, a tensor) and for a value outside `least` to `MOST`.
     """
     if isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= MOST:
         return int(value)
@@ -65,11 +65,11 @@ def free_memory(device: torch.device) -> int | None:
 
 def check_memory(what: str, nbytes: int, device: torch.device | str | None) -> None:
     """Raise E210 unless `nbytes` fit into the memory of `device` (None = the default device)."""
-    place = torch.get_default_device() if device is None else torch.device(device)
-    free = free_memory(place)
+    target = torch.get_default_device() if device is None else torch.device(device)
+    free = free_memory(target)
     check(
         free is None or nbytes <= free,
         "E210",
-        got=f"{nbytes / _GIGA:.2f} GB of {what} for {(free or 0) / _GIGA:.2f} GB free on {place}",
+        got=f"{nbytes / _GIGA:.2f} GB of {what} for {(free or 0) / _GIGA:.2f} GB free on {target}",
         fix="pass smaller sizes",
     )
