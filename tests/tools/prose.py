@@ -1,7 +1,8 @@
 """Count the words and names that make prose and code hard to read: `python tests/tools/prose.py [PATH ...]`.
 
-Rates of phrases are per 10,000 words of docstrings and comments, rates of names per 1,000 assigned names. `LIMITS` are
-twice what helion has. test_prose.py keeps package and tests below them.
+Rates of phrases are per 10,000 words of docstrings and comments, rates of names per 1,000 assigned names. test_prose.py
+keeps package and tests at `CEILINGS`; the goal is `LIMITS`. The tool prints rates, ceilings and limits; with
+paths, every hit in them.
 """
 
 from __future__ import annotations
@@ -52,23 +53,45 @@ PHRASES: Mapping[str, str] = {
     "beside": r"\bbesides?\b",
 }
 NAMES = frozenset({"found", "each", "own", "place", "part", "made", "kept", "whole", "given"})
-LIMITS: Mapping[str, float] = {"of what": 2.2, "in which": 16, "another": 2.6, "of its own": 0.2, "beside": 0.2}
-NAME_LIMIT = 10.0
+LIMITS: Mapping[str, float] = {
+    "of what": 2.2,
+    "in which": 16,
+    "another": 2.6,
+    "of its own": 0.2,
+    "beside": 0.2,
+    "names": 10,
+}
+"""The goal: twice the rates of helion."""
+CEILINGS: Mapping[str, Mapping[str, float]] = {
+    "package": {"of what": 5, "in which": 15, "another": 5, "of its own": 3, "beside": 2, "names": 14},
+    "tests": {"of what": 5, "in which": 5, "another": 4, "of its own": 1, "beside": 2, "names": 5},
+}
+"""Rates by tree, rounded up. Lower them when rates fall; never raise them."""
 
 
-def prose(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of every docstring and comment of a Python source."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the first line and the text of every comment of a Python source; lines below each other are one."""
+    blocks: list[tuple[int, int, list[str]]] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline) if "#" in text else ():
         if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string.lstrip("#! ")
-    for node in ast.walk(ast.parse(text)):
+            (line, column), content = token.start, token.string.lstrip("#! ")
+            if blocks and (line, column) == (blocks[-1][0] + len(blocks[-1][2]), blocks[-1][1]):
+                blocks[-1][2].append(content)
+            else:
+                blocks.append((line, column, [content]))
+    yield from ((line, " ".join(lines)) for line, _, lines in blocks)
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every docstring, those below constants and fields included."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
 
 
-def assigned(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the name of every assigned variable of a Python source."""
-    for node in ast.walk(ast.parse(text)):
+def assigned(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of every assigned variable."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
 
@@ -83,11 +106,12 @@ def rates(paths: Iterable[Path]) -> dict[str, float]:
     words, phrases, names, bad = 0, Counter[str](), 0, 0
     for path in paths:
         text = path.read_text(encoding="utf-8")
-        for _, said in prose(text):
-            words += len(re.findall(r"[A-Za-z']+", said))
-            flat = " ".join(said.split())
+        tree = ast.parse(text)
+        for _, passage in (*comments(text), *docstrings(tree)):
+            words += len(re.findall(r"[A-Za-z']+", passage))
+            flat = " ".join(passage.split())
             phrases.update({name: len(re.findall(pattern, flat, re.IGNORECASE)) for name, pattern in PHRASES.items()})
-        for _, name in assigned(text):
+        for _, name in assigned(tree):
             names += 1
             bad += name.strip("_") in NAMES
     return {name: 1e4 * phrases[name] / max(words, 1) for name in PHRASES} | {"names": 1e3 * bad / max(names, 1)}
@@ -96,29 +120,31 @@ def rates(paths: Iterable[Path]) -> dict[str, float]:
 def hits(path: Path) -> Iterator[str]:
     """Yield a line for each phrase and name of a file that is counted."""
     text = path.read_text(encoding="utf-8")
-    for line, said in prose(text):
+    tree = ast.parse(text)
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    for line, passage in (*comments(text), *docstrings(tree)):
+        flat = " ".join(passage.split())
         for name, pattern in PHRASES.items():
-            for match in re.finditer(pattern, " ".join(said.split()), re.IGNORECASE):
-                around = " ".join(said.split())[max(0, match.start() - 40) : match.end() + 30]
-                yield f"{path.relative_to(ROOT)}:{line}: {name}: ...{around}..."
-    for line, name in assigned(text):
+            for match in re.finditer(pattern, flat, re.IGNORECASE):
+                yield f"{shown}:{line}: {name}: ...{flat[max(0, match.start() - 40) : match.end() + 30]}..."
+    for line, name in assigned(tree):
         if name.strip("_") in NAMES:
-            yield f"{path.relative_to(ROOT)}:{line}: name {name}"
+            yield f"{shown}:{line}: name {name}"
 
 
 def main(argv: list[str]) -> int:
-    """Print the rates and their limits, and with paths every hit in them; return 1 if a limit is exceeded."""
+    """Print rates, ceilings and limits, or every hit in paths; return 1 if a rate is above its ceiling."""
     if argv:
         paths = [path for name in argv for path in ([Path(name)] if name.endswith(".py") else Path(name).rglob("*.py"))]
         lines = [line for path in sorted(paths) for line in hits(path.resolve())]
         sys.stdout.write("\n".join([*lines, f"{len(lines)} in {len(paths)} files"]) + "\n")
         return 0
-    limits = LIMITS | {"names": NAME_LIMIT}
     exceeded = False
     for tree in TREES:
         for name, rate in rates(files(tree)).items():
-            exceeded |= rate > limits[name]
-            sys.stdout.write(f"{tree:8} {name:12} {rate:6.1f}  at most {limits[name]:g}\n")
+            ceiling = CEILINGS[tree][name]
+            exceeded |= rate > ceiling
+            sys.stdout.write(f"{tree:8} {name:12} {rate:6.2f}  at most {ceiling:g}, goal {LIMITS[name]:g}\n")
     return int(exceeded)
 
 
