@@ -174,7 +174,7 @@ def a_rank_reads_its_part_of_a_checkpoint(mesh: Any) -> None:
     sizes: dict[str, Any] = LAYERS | {"moe_intermediate_size": 256, "o_lora_rank": 128, "q_lora_rank": 128}
     if ranks.rank == 0:
         stored = official.official_tensors(tiny_model(**sizes, n_routed_experts=4))
-        official.write(folder / "official", stored, **sizes)
+        official.write(folder / "official", stored, **sizes, compress_ratios=[4, 128])
         tiny_model(**MODEL).save_pretrained(folder / "floating")
     torch.distributed.barrier()
     limits: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "device": "cpu", "dtype": torch.float32}
