@@ -124,7 +124,7 @@ def test_no_file_is_longer_than_the_ceiling(sources: dict[str, str], root: Path)
 
 
 def test_cache_layout_numbers_appear_in_layout_alone(trees: dict[str, ast.Module]) -> None:
-    found = [
+    uses = [
         f"{path}:{node.lineno} {node.value}"
         for path, tree in trees.items()
         if path != "dsv4_compile/layout.py"
@@ -132,13 +132,13 @@ def test_cache_layout_numbers_appear_in_layout_alone(trees: dict[str, ast.Module
         if isinstance(node, ast.Constant) and type(node.value) in (int, float)
         if node.value in LAYOUT_NUMBERS | (COMMON_NUMBERS if _unit(path) in LAYOUT_UNITS else set())
     ]
-    assert found == []
+    assert uses == []
 
 
 def test_few_functions_of_kernels_have_many_parameters(trees: dict[str, ast.Module]) -> None:
     """Parameters that belong together are one tuple or NamedTuple, where all versions of Triton give the same code."""
     counts = {
-        f"{path}:{node.lineno} {node.name}": sum(isinstance(part, ast.arg) for part in ast.walk(node.args))
+        f"{path}:{node.lineno} {node.name}": sum(isinstance(item, ast.arg) for item in ast.walk(node.args))
         for path, tree in trees.items()
         if path.startswith("kernels/")
         for node in ast.walk(tree)
@@ -150,14 +150,14 @@ def test_few_functions_of_kernels_have_many_parameters(trees: dict[str, ast.Modu
 
 def test_kernels_launch_through_launch_kernel(trees: dict[str, ast.Module]) -> None:
     launchers = {"kernels/host/launch.py", "kernels/hopper/cluster_mailbox.py"}
-    found = {
+    callers = {
         path
         for path, tree in trees.items()
         if path.startswith("kernels/")
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
     }
-    assert found == launchers
+    assert callers == launchers
 
 
 def test_kernels_keep_no_tensor_between_calls_except_semaphores(trees: dict[str, ast.Module]) -> None:
@@ -179,7 +179,7 @@ def test_kernels_keep_no_tensor_between_calls_except_semaphores(trees: dict[str,
 
 
 def _private(name: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    return any(component.startswith("_") and not component.startswith("__") for component in name.split("."))
 
 
 def _torch_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -196,31 +196,31 @@ def _torch_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def test_private_torch_names_appear_in_compat_alone(trees: dict[str, ast.Module]) -> None:
-    found = {
+    uses = {
         f"{path}:{line} {name}"
         for path, tree in trees.items()
         if path != "dsv4_compile/_compat.py"
         for line, name in _torch_names(tree)
         if _private(name)
     }
-    assert sorted(found) == []
+    assert sorted(uses) == []
 
 
 def test_library_never_prints_outside_the_command_line(trees: dict[str, ast.Module]) -> None:
-    found = [
+    prints = [
         f"{path}:{node.lineno}"
         for path, tree in trees.items()
         if path not in ("dsv4_compile/cli.py", "dsv4_compile/bench/command.py", "dsv4_compile/hf/demo.py")
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
-    assert found == []
+    assert prints == []
 
 
 def _reads_or_writes_text(call: ast.Call) -> bool:
     """Return whether a call opens a file or a pipe as text. `os.open` and `tensor.open` do not."""
     name = ast.unparse(call.func).split(".")[-1]
-    named = {each.arg: ast.unparse(each.value) for each in call.keywords}
+    named = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     if "text" in named or "universal_newlines" in named or name in ("read_text", "write_text"):
         return True
     if name not in ("open", "fdopen", "NamedTemporaryFile", "TemporaryFile") or ast.unparse(call.func) == "os.open":
@@ -234,14 +234,14 @@ def test_text_has_an_encoding(trees: dict[str, ast.Module], root: Path) -> None:
     """Without one the locale decides, and the C locale takes ASCII alone."""
     examples = {str(path.relative_to(root)): path.read_text() for path in (root / "examples").rglob("*.py")}
     parsed = trees | {path: ast.parse(text) for path, text in examples.items()}
-    found = [
+    calls = [
         f"{path}:{node.lineno} {ast.unparse(node)[:80]}"
         for path, tree in parsed.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and _reads_or_writes_text(node)
-        if not any(each.arg == "encoding" for each in node.keywords)
+        if not any(keyword.arg == "encoding" for keyword in node.keywords)
     ]
-    assert found == []
+    assert calls == []
 
 
 @pytest.mark.parametrize(
@@ -270,11 +270,11 @@ def test_no_file_names_a_package_index_or_a_place_on_one_machine(root: Path) -> 
     # Spelt in pieces, so that this file is not among those it finds.
     words = ("py" + "pi", "--index" + "-url", "--find" + "-links", "/" + "work/", "/" + "root/", "/" + "home/")
     forbidden = re.compile("|".join(words))
-    found = [
+    matches = [
         f"{name}:{number}"
         for name in listed.stdout.split("\0")
         if (root / name).is_file()
         for number, line in enumerate((root / name).read_text(errors="replace").splitlines(), 1)
         if forbidden.search(line)
     ]
-    assert found == []
+    assert matches == []

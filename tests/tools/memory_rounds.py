@@ -100,7 +100,7 @@ def loads_of(lines: Iterable[SourceLine]) -> list[Load]:
     """Return every load, in the order of the code."""
     waiting: dict[str, _State] = {}
     state: _State | None = _State()
-    found = []
+    loads_in_order = []
     for line in lines:
         if line.text.endswith(":"):
             arriving = waiting.get(line.text[:-1])
@@ -110,21 +110,21 @@ def loads_of(lines: Iterable[SourceLine]) -> list[Load]:
         if state is None:
             continue
         instruction = _parsed(line.text)
-        made = max((state.made.get(source, 0) for source in instruction.sources), default=0)
+        ready = max((state.made.get(source, 0) for source in instruction.sources), default=0)
         state.now = max([state.now, *(state.pending.get(scoreboard, 0) for scoreboard in line.waits)])
         if instruction.kind in JUMPS:
             state = _after_jump(instruction, line.text, state, waiting)
             continue
         loads = instruction.kind in LOADS
         if loads:
-            found.append(Load(line.place, state.now, made))
+            loads_in_order.append(Load(line.place, state.now, ready))
             if line.sets is not None:
                 # A later wait for this scoreboard waits for its last load.
                 state.pending[line.sets] = state.now + 1
         for result in instruction.results:
-            kept = state.made.get(result, 0) if instruction.guarded else 0
-            state.made[result] = max(made + loads, kept)
-    return found
+            previous = state.made.get(result, 0) if instruction.guarded else 0
+            state.made[result] = max(ready + loads, previous)
+    return loads_in_order
 
 
 def _after_jump(instruction: _Instruction, text: str, state: _State, waiting: dict[str, _State]) -> _State | None:
@@ -171,8 +171,8 @@ def _width(name: str) -> int:
 
 def _registers(operand: str, width: int) -> list[str]:
     """Return the registers that an operand names: `width` of them for values, two for a pair."""
-    found = []
+    registers = []
     for kind, number, pair in REGISTER.findall(operand):
         words = max(2 if pair else 1, width if kind.endswith("R") and "[" not in operand else 1)
-        found += [f"{kind}{int(number) + word}" for word in range(words)]
-    return found
+        registers += [f"{kind}{int(number) + word}" for word in range(words)]
+    return registers
