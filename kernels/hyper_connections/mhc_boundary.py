@@ -635,7 +635,7 @@ def why_unsupported(streams: Tensor) -> str:
 
 
 def mhc_boundary(a: MhcBoundary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the op. Sums are in another order than the reference's, which moves results by a rounding."""
+    """Run the op. The order of sums is not the reference's, which moves results by a rounding."""
     found = launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]))
     assert found.streams is not None and found.post is not None and found.comb is not None
     return found.streams, found.y, found.post, found.comb

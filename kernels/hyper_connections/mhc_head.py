@@ -9,7 +9,7 @@ from .mhc_boundary import Mix, launch, why_unsupported
 
 
 def mhc_head(a: MhcHead) -> Tensor:
-    """Run the op. Sums are in another order than the reference's, which moves results by a rounding."""
+    """Run the op. The order of sums is not the reference's, which moves results by a rounding."""
     returned = None
     if a.output is not None and a.post is not None and a.comb is not None:
         returned = a.output, a.post, a.comb

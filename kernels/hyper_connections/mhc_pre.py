@@ -17,7 +17,7 @@ def mhc_pre(
     hc_eps: float,
     iterations: int = 20,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op. Sums are in another order than the reference's, which moves results by a rounding."""
+    """Run the op. The order of sums is not the reference's, which moves results by a rounding."""
     found = launch(streams, None, Mix(fn, base, scale, norm_weight, norm_eps, hc_eps, iterations))
     assert found.post is not None and found.comb is not None
     return found.y, found.post, found.comb

@@ -25,7 +25,7 @@ from .gemm import CLUSTER, SMALL, Operands, grouped_gemm
 
 
 def fp8_grouped_einsum(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    """Multiply each group of `a` by its rows of `b`. Sums are in a fixed order, another than the reference's."""
+    """Multiply each group of `a` by its rows of `b`. Sums are in a fixed order, not the reference's."""
     tokens, groups, _ = a.shape
     unsupported = why_unsupported_torch(gpu_of(a.device), tokens, b, b_scale, torch.bfloat16)
     if not unsupported and not why_unsupported_torch_input(a, a_scale):

@@ -163,7 +163,7 @@ def fp8_linear(
 ) -> Tensor:
     """Multiply `x` by the weight and, in float32, by the rows of `beside`.
 
-    Quantized inputs are those of the reference; sums are in a fixed order, another than the reference's.
+    Quantized inputs are those of the reference; sums are in a fixed order, not the reference's.
     """
     rows = x.reshape(-1, weight.shape[1])
     if beside is None:

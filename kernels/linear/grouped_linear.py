@@ -10,7 +10,7 @@ from .gemm import FEW_TOKENS, SMALL, Operands, grouped_gemm
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> Tensor:
-    """Multiply each group of `x` by its rows of the weight. Sums are in a fixed order, another than the reference's.
+    """Multiply each group of `x` by its rows of the weight. Sums are in a fixed order, not the reference's.
 
     Few tokens of a single group use our kernel on sm_90 only: there it reads the weight as fast as torch, always in one
     launch, and starts before the previous kernel has ended.
