@@ -41,6 +41,13 @@ def integer(name: str, value: Any, least: int) -> int:
     return number
 
 
+def check_flags(**flags: Any) -> None:
+    """Raise E201 for a flag that is no bool: of "no" and of an array, Python would take the truth of the object."""
+    for name, value in flags.items():
+        if type(value) is not bool:
+            fail("E201", got=f"{name}={shown(value)}", rule=f"{name} is True or False", fix="pass one of the two")
+
+
 def real(name: str, value: Any, described: str, fine: Callable[[float], bool]) -> float:
     """Return an argument as a float. Raises E201 unless it is a finite number, `described` as what is `fine`."""
     scalar = isinstance(value, Tensor) and value.dim() == 0 and value.device.type != "meta" and not value.is_complex()

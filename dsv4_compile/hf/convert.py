@@ -22,6 +22,7 @@ from ..selection import proven
 from ..sizes import check_optional_size, check_size
 from . import adapters, layers, split
 from ._compat import save_as_quantised
+from .arguments import check_flags
 from .cache import RESIZE, PagedCache
 from .expected import READ, READ_HEAD, check_layers, check_model, check_untied
 from .guards import REPEATS, STATE, TENSORS
@@ -124,6 +125,7 @@ def convert(
         if isinstance(model, CompilableForCausalLM)
         else "pass a transformers DeepseekV4ForCausalLM; of a PEFT model, what merge_and_unload() returns",
     )
+    check_flags(hadamard=hadamard, merge_adapters=merge_adapters, attention_only=attention_only)
     max_batch_size, max_seq_len = check_size("max_batch_size", max_batch_size), check_size("max_seq_len", max_seq_len)
     max_step_tokens = check_optional_size("max_step_tokens", max_step_tokens)
     check_transformers()

@@ -31,6 +31,7 @@ from ..modules.linear import Linear
 from ..parallel import Ranks, watchdog
 from ..reference.moe.expert_weights import dequantize_expert
 from ..sizes import check_optional_size, check_size, free_memory
+from .arguments import check_flags
 from .checkpoint import Checkpoint, Problems, read_checkpoint
 from .convert import convert
 from .model_config import generation_config
@@ -91,6 +92,7 @@ def load(
         "max_seq_len": check_size("max_seq_len", max_seq_len),
         "max_step_tokens": check_optional_size("max_step_tokens", max_step_tokens),
     }
+    check_flags(dequantize=dequantize, hadamard=hadamard, attention_only=attention_only)
     place_on = _device(device)
     check(dtype is None or dtype in _FLOATS, "E201", got=f"dtype={dtype}", rule=f"dtype is one of {_FLOATS}, or None")
     check(

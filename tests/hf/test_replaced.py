@@ -247,3 +247,16 @@ def test_a_converted_model_that_lost_its_memory_is_refused(original: Any) -> Non
     model.to("meta")
     with pytest.raises(ValueError, match=r"E20[78]"):
         model(random_ids(1, 4))
+
+
+@pytest.mark.parametrize("value", ["no", None, 0, [], torch.tensor(True)])
+@pytest.mark.parametrize("name", ["hadamard", "merge_adapters", "attention_only"])
+def test_a_flag_that_is_no_bool_is_refused(original: Any, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"E201[\s\S]*{name} is True or False"):
+        hf.convert(copy.deepcopy(original), max_batch_size=1, max_seq_len=256, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["hadamard", "dequantize", "attention_only"])
+def test_a_flag_of_load_that_is_no_bool_is_refused(tmp_path: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"E201[\s\S]*{name} is True or False"):
+        hf.load(tmp_path, max_batch_size=1, max_seq_len=256, **{name: "no"})
