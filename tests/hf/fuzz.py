@@ -240,7 +240,7 @@ class World:
             if kind == "stale" and stale:
                 refused("E208", lambda: self.converted(one[:1], **{CACHE: stale[0].cache}))
             elif kind == "rows" and talk.longest:
-                refused("E208", lambda: self.converted(self.zeros(rows % ROWS + 1), **{CACHE: talk.cache}))
+                refused("E208", lambda: self.converted(torch.zeros(rows % ROWS + 1, 1).long(), **{CACHE: talk.cache}))
             elif kind == "mask":
                 wide = torch.ones(rows, 2 + sum(mask.shape[1] for mask in talk.masks), dtype=torch.long)
                 refused("E208", lambda: self.converted(one, attention_mask=wide, **{CACHE: talk.cache}))
@@ -259,10 +259,6 @@ class World:
                 self.converted.eval()
 
         return run
-
-    @staticmethod
-    def zeros(rows: int) -> Tensor:
-        return torch.zeros(rows, 1, dtype=torch.long)
 
     def change(self, names: Iterable[str]) -> Callable[[Any], None]:
         """Draw a change of one weight, in place or by another tensor, and return what makes it in a model."""
@@ -381,12 +377,15 @@ class World:
 
         return run
 
+    def kinds(self) -> list[Callable[[], Callable[[], None]]]:
+        """Return what a step of a sequence may be, once for its share of them."""
+        kinds = [self.forward] * 6 + [self.without_cache, self.generate, self.second_turn, self.refusals, self.threads]
+        return [*kinds, self.weights, self.again, self.disturbed]
+
     def play(self) -> None:
         """Run one sequence."""
-        kinds = [self.forward] * 6 + [self.without_cache, self.generate, self.second_turn, self.refusals, self.threads]
-        kinds += [self.weights, self.again, self.disturbed]
         for _ in range(self.data.draw(st.integers(2, STEPS))):
-            self.choose(*kinds)()()
+            self.choose(*self.kinds())()()
         self.eager.settle()
 
 

@@ -22,13 +22,14 @@ from torch import Tensor
 from dsv4_compile import hf
 from dsv4_compile.cpu import native
 from dsv4_compile.hf.tiny import tiny_model
-from tests.hf.fuzz import CAPACITY, MAX_GRAPHS, World
+from tests.hf.fuzz import CAPACITY, MAX_GRAPHS
+from tests.hf.fuzz_changes import ChangingWorld
 from tests.hf.fuzz_eager import Eager
 from tests.hf.small import LAYERS, close
 
 SEQUENCES, SEED = (int(os.environ.get(name, "0")) for name in ("DSV4_FUZZ", "DSV4_FUZZ_SEED"))
 WAYS = ["attention", "whole", *(["inductor"] if SEQUENCES else [])]
-COUNTS = {"attention": SEQUENCES // 2 or 60, "whole": SEQUENCES // 2 or 60, "inductor": SEQUENCES // 10}
+COUNTS = {"attention": SEQUENCES // 2 or 50, "whole": SEQUENCES // 2 or 50, "inductor": SEQUENCES // 10}
 
 
 FEW: dict[str, Any] = {"n_routed_experts": 4, "hc_sinkhorn_iters": 2}
@@ -57,7 +58,8 @@ class Pair:
             self.converted.compile(fullgraph=True, backend="dsv4", options=dict(captures))
 
     def play(self, data: Any) -> None:
-        world = World(self.original, self.converted, data, in_graph=self.in_graph, attention_only=self.attention_only)
+        how = {"in_graph": self.in_graph, "attention_only": self.attention_only}
+        world = ChangingWorld(self.original, self.converted, data, **how)
         try:
             world.play()
         finally:
