@@ -64,7 +64,7 @@ class World:
     """The original, the converted model, its open conversations, and the choices of one sequence.
 
     Args:
-        in_graph: the converted model is compiled, so that calls differ in nothing that is another graph.
+        in_graph: the converted model is compiled, so that calls differ in nothing that needs a new graph.
     """
 
     def __init__(self, original: Any, converted: Any, data: Any, *, in_graph: bool, attention_only: bool) -> None:
@@ -261,7 +261,7 @@ class World:
         return run
 
     def change(self, names: Iterable[str]) -> Callable[[Any], None]:
-        """Draw a change of one weight, in place or by another tensor, and return what makes it in a model."""
+        """Draw a change of one weight, in place or by a new tensor, and return what makes it in a model."""
         name, how = self.choose(*names), self.choose("in place", "parameter", "data", "load", "assign")
         factor = self.choose(0.5, 1.25, -1.0)
 

@@ -82,7 +82,7 @@ class ChangingWorld(World):
     # Modules and settings
 
     def number(self, model: Any) -> Change:
-        """Draw another value of a number that a module, or the configuration, holds."""
+        """Draw a new value of a number that a module, or the configuration, holds."""
         owners = {"": model.config, **dict(model.named_modules())}
         numbers = [
             (path, name)
@@ -125,7 +125,7 @@ class ChangingWorld(World):
         return change
 
     def tensor(self, model: Any) -> Change:
-        """Draw other values, another place or another type of a parameter."""
+        """Draw other values, a different place or a different type of a parameter."""
         path, _, leaf = self.choose(*(name for name, _ in model.named_parameters())).rpartition(".")
         how = self.choose("in place", "transposed", "buffer", "infinite", "tied", "none")
 
@@ -149,7 +149,7 @@ class ChangingWorld(World):
         return change
 
     def stack(self, model: Any) -> Change:
-        """Draw another list of layers."""
+        """Draw a different list of layers."""
         how, i = self.choose("pop", "swap", "twice", "copy", "slice", "number"), self.choose(0, 1)
 
         def change(m: Any) -> None:
