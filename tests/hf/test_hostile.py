@@ -15,10 +15,14 @@ from typing import Any
 
 import pytest
 
-from dsv4_compile import DeepseekV4Config, cli, hf
+from dsv4_compile import DeepseekV4Config, cli, doctor, hf
+from dsv4_compile.hf import folder_report
 from dsv4_compile.loading import load_attention_from_safetensors
 from dsv4_compile.modules import DeepseekV4Attention
 from tests.hf import hostile, official, watched_load
+
+IMPORTED = (doctor, folder_report)
+"""Modules that a command imports when it runs, and whose files would count as opened by a folder."""
 
 EVERY = os.environ.get("DSV4_HOSTILE") == "all"
 STEP = {"values": 1 if EVERY else 41, "folders": 1 if EVERY else 7}
