@@ -13,8 +13,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ _ESTABLISHED = "01"
 _log = logging.getLogger("dsv4_compile.parallel")
 
 
-class HostWaits:
+class HostWaits(watchdog.HostCalls):
     """Counts the calls that wait for other ranks, and ends one that waits in vain.
 
     Every rank makes the same calls in the same order: collectives of objects, and forwards.
@@ -59,18 +59,6 @@ class HostWaits:
         self._beats.thread.start()
         self._judge.start()
         self.processes.lookout = self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HostWaits:
-        return self  # a copy of a model is on the same ranks
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Count a call that the host makes in the block."""
-        self.enter()
-        try:
-            yield
-        finally:
-            self.exit()
 
     def enter(self) -> None:
         """Begin a call. Raises E703 if a rank is still in one that this rank left with an error."""

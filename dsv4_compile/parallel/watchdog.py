@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -135,7 +136,31 @@ class Beats:
             self.failed = True
 
 
-class Watchdog:
+class HostCalls(ABC):
+    """Counts calls that the host makes, between `enter` and `exit`, for all copies of a model."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostCalls:
+        return self  # a copy of a model is on the same ranks
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count a call that the host makes in the block."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.exit()
+
+    @abstractmethod
+    def enter(self) -> None:
+        """Begin a call."""
+
+    @abstractmethod
+    def exit(self) -> None:
+        """End a call."""
+
+
+class Watchdog(HostCalls):
     """Watches the other ranks of a group while this one has a call pending.
 
     A call is a part of a step that all ranks run through in one order: a comparison, or a forward.
@@ -163,18 +188,6 @@ class Watchdog:
         self._rounds, self._idle = 0, -1
         self._missed: dict[int, int] = {}
         self._failed = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watchdog:
-        return self  # a copy of a model is on the same ranks
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Watch a call that the host makes in the block."""
-        self.enter()
-        try:
-            yield
-        finally:
-            self.exit()
 
     def enter(self) -> None:
         """Begin a call; the first one starts the threads."""
