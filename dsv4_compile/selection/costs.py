@@ -46,8 +46,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a machine reaches: bytes/s of a large copy, read and written together, flops/s of GEMMs by dtype of the
-    operands, and microseconds of an empty node of a CUDA graph."""
+    """Measured rates of a machine: bytes/s of a large copy, read and written together, flops/s of GEMMs by dtype of
+    the operands, and microseconds of an empty node of a CUDA graph."""
 
     name: str
     copy: float

@@ -1,4 +1,4 @@
-"""What a layer does before attention, compiled: no graph for a second batch size, and no memory except its results."""
+"""Compiled ops before attention need no graph for a second batch size and no memory except their results."""
 
 from __future__ import annotations
 

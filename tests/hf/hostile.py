@@ -149,7 +149,7 @@ FILES: dict[str, Callable[[Path], Any]] = {
     "process": lambda file: linked(file, "/proc/self/environ"),
     "upwards": lambda file: linked(file, "../../secret.json"),
 }
-"""What a file of a folder may be instead."""
+"""Replacements of a plain file: links, devices and special files."""
 NAMES: dict[str, Any] = {
     "upwards": "../secret.json",
     "absolute": "/etc/passwd",

@@ -70,7 +70,7 @@ class TestCancel:
             assert_as_alone(request)
 
     def test_in_the_middle_of_a_step_waits_for_its_end(self, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As a second thread or a handler of a signal may call it."""
+        """Cancel inside a decode step, as a second thread or a signal handler may."""
         requests = [batch.submit(good(9, i), max_new_tokens=5) for i in range(3)]
         batch.step()
         decode = batch._steps.decode

@@ -30,7 +30,7 @@ class Outcome:
 
     @property
     def faults(self) -> list[str]:
-        """What must not be, in words."""
+        """Sentences on what broke a limit or a rule; empty for a clean run."""
         faults = list(self.outside)
         if not (self.ended == "ok" or self.ended[0] in "EW"):
             faults.append(self.ended)

@@ -40,7 +40,7 @@ reference = REFERENCES["preprocess_insert"]
 MUTATED = ("latents.p_out", "window.p_cache", "parts.p_pooled", "parts.p_arrived")
 MUTATED += tuple(f"{who}.{name}" for who in ("main", "keys") for name in ("cache", "state_cache"))
 FLOAT32 = Tolerance(abs=5e-6, rel=5e-6, cosine=1e-11)
-"""As of the separate kernels: sums in a different order, and exponentials of a second library."""
+"""Bound of the separate kernels: sums run in a different order, and exponentials come from a second library."""
 MLA: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16, "max_len": 160}
 KINDS: dict[str, dict[str, Any]] = {
     "swa": {"ratio": 0},
