@@ -20,10 +20,10 @@ from dsv4_compile.attention_backends import (
 )
 from dsv4_compile.attention_backends.v4 import DeepseekV4Metadata
 from dsv4_compile.metadata import BlockTables, build_batch_metadata
-from dsv4_compile.testing.attention import AttentionCase, random_case
 from dsv4_compile.testing.batch import Batch
 from dsv4_compile.testing.generate import to_device
 from tests.attention_backends.v32 import V32Case, V32Layer
+from tests.support.attention import AttentionCase, random_case
 
 MAX_MODEL_LEN, MAX_TOKENS, MAX_REQUESTS, DECODE_THRESHOLD = 320, 400, 10, 3
 V4 = ("DSV4_PAGED", "FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "ROCM_FLASHMLA_SPARSE_DSV4")

@@ -12,9 +12,9 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.attention_backends.v4 import Inputs
 from dsv4_compile.attention_backends.window_metadata import DeepseekSparseSWAMetadata
-from dsv4_compile.testing.attention import AttentionCase
 from dsv4_compile.testing.batch import entry_row, index, row, window_row
 from tests.attention_backends.systems import DECODE_THRESHOLD, MAX_MODEL_LEN, PHASES, Layer, Setup, case_of
+from tests.support.attention import AttentionCase
 
 ROCM, FLASHMLA = "ROCM_FLASHMLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV4"
 

@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import FP8GroupedLinear, FP8Linea
 from dsv4_compile import hf
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.modules.linear import Fp8Linear
-from dsv4_compile.testing import hf_layer
+from tests.support import hf_layer
 
 LINEARS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "compressor.indexer.q_b_proj")
 """Weights that published checkpoints store in e4m3. The compressors and the indexer's weights_proj are floating."""

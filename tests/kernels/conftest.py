@@ -25,15 +25,15 @@ WITHOUT_PLUGINS = [word for name in ("xdist", "cacheprovider", "anyio") for word
 IMPORTED = (
     "pytest",
     "hypothesis.extra.numpy",
-    "dsv4_compile.testing.fake_triton",
-    "dsv4_compile.testing.quick_interpreter",
+    "tests.support.fake_triton",
+    "tests.support.quick_interpreter",
     "torch._dynamo",
     "triton.runtime.interpreter",
 )
 
 if INTERPRETED:
-    from dsv4_compile.testing.fake_triton import round_like_hardware
-    from dsv4_compile.testing.quick_interpreter import quicken
+    from tests.support.fake_triton import round_like_hardware
+    from tests.support.quick_interpreter import quicken
 
     round_like_hardware()
     quicken()

@@ -9,8 +9,8 @@ import triton.language as tl
 
 from dsv4_compile.kernels.host.gpu import sm90_module
 from dsv4_compile.kernels.host.launch import launch_kernel
-from dsv4_compile.testing.fake_triton import TARGETS, compiled_for, machine_code
 from tests.kernels.gpus import GPUS, shared_out
+from tests.support.fake_triton import TARGETS, compiled_for, machine_code
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_compile.testing import padded, strided
-from dsv4_compile.testing.bounds import BoundsError, checked
+from tests.support.bounds import BoundsError, checked
 
 interpreted = pytest.mark.interpreted
 

@@ -26,8 +26,8 @@ from dsv4_compile.kernels.linear import gemm as grouped_matmul
 from dsv4_compile.kernels.preprocess import compress_window
 from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments
-from dsv4_compile.testing import fake_triton
 from tests.kernels.gpus import GPUS
+from tests.support import fake_triton
 from tests.tools.compiled_facts import compiled_for
 from tests.tools.memory_rounds import MemoryRounds, loads_of, memory_rounds
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4_compile.testing.bounds import BoundsError, checked
-from dsv4_compile.testing.fake_triton import TARGETS, compiled_for
 from tests.gpu import sanitize, warpgroups
+from tests.support.bounds import BoundsError, checked
+from tests.support.fake_triton import TARGETS, compiled_for
 
 
 def tool(folder: Path, finds_plant: bool, finds_more: bool) -> str:

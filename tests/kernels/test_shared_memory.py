@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dsv4_compile.testing.fake_triton import HOPPER, compiled_for
-from dsv4_compile.testing.shared_memory import barriers_given_away
+from tests.support.fake_triton import HOPPER, compiled_for
+from tests.support.shared_memory import barriers_given_away
 
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))

@@ -13,8 +13,8 @@ from triton.runtime import JITFunction
 from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
-from dsv4_compile.testing import fake_triton
 from dsv4_compile.testing.samples import op_samples
+from tests.support import fake_triton
 
 MODULES = (
     *("linear.gemm", "attention.sparse_mla_decode", "attention.sparse_mla_prefill"),

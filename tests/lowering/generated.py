@@ -22,10 +22,11 @@ from torch import Tensor
 
 from dsv4_compile import backend
 from dsv4_compile.selection import decisions
-from dsv4_compile.testing import assert_bitwise, fake_triton
-from dsv4_compile.testing.inductor_triton import INTERPRETED, GeneratedKernel, generated_triton
+from dsv4_compile.testing import assert_bitwise
 from tests.lowering.claims import TARGETS
 from tests.quick_compiler import quicken_if_imported
+from tests.support import fake_triton
+from tests.support.inductor_triton import INTERPRETED, GeneratedKernel, generated_triton
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4_compile.testing.inductor_triton import GeneratedKernel
 from tests.lowering.claims import TARGETS
+from tests.support.inductor_triton import GeneratedKernel
 from tests.tools.compiled_facts import RECORD
 from tests.tools.fingerprint_source import digest, source_of
 

@@ -23,9 +23,9 @@ from dsv4_compile import backend
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.modules import DeepseekV4Attention
 from dsv4_compile.ops.common.kernels import KERNELS, launcher
-from dsv4_compile.testing.inductor_triton import GeneratedKernel, generated_triton
 from tests.modules.engine import Engine
 from tests.quick_compiler import quicken_if_imported
+from tests.support.inductor_triton import GeneratedKernel, generated_triton
 
 RATIOS = {"swa": 1, "hca": 128, "csa": 4}
 TOKENS, CONTEXT = 8, 512

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from dsv4_compile.loading import hf_name
-from dsv4_compile.testing import assert_bitwise, hf_layer
+from dsv4_compile.testing import assert_bitwise
 from tests.modules.engine import KINDS, Engine, our_layer
 from tests.modules.test_compiled_layer import CASES, random_layer
+from tests.support import hf_layer
 
 
 @pytest.mark.parametrize("kind", KINDS)

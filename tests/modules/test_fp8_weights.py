@@ -12,8 +12,8 @@ from torch.nn.functional import cosine_similarity
 from dsv4_compile.loading import load_attention
 from dsv4_compile.modules import DeepseekV4Attention
 from dsv4_compile.modules.linear import Fp8Linear
-from dsv4_compile.testing import hf_layer
 from tests.modules.engine import KINDS, Engine, our_layer
+from tests.support import hf_layer
 
 # q_lora_rank and hidden_size end in partial blocks. Every compressed entry is selected, because a rounded score that
 # selects a different entry gives a correct result far away from the floating one.

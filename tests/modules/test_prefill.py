@@ -15,8 +15,9 @@ from dsv4_compile.errors import DSV4Error
 from dsv4_compile.metadata import BatchSplit, BlockTables, split_decodes_and_prefills
 from dsv4_compile.modules.prefill import prefill_attention, prefill_topk
 from dsv4_compile.modules.prefill_plan import PrefillStep, plan_prefill
-from dsv4_compile.testing import assert_bitwise, assert_close, hf_layer, poison_, refuse_synchronization
+from dsv4_compile.testing import assert_bitwise, assert_close, poison_, refuse_synchronization
 from tests.modules.engine import KINDS, Engine, our_layer
+from tests.support import hf_layer
 
 
 class Recorder(TorchDispatchMode):

@@ -30,8 +30,8 @@ from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
 from dsv4_compile.runtime import early_builds
 from dsv4_compile.runtime.early_builds import Built, EarlyBuilds, Metadata
 from dsv4_compile.selection import decisions
-from dsv4_compile.testing import fake_triton
 from dsv4_compile.testing.samples import op_samples
+from tests.support import fake_triton
 
 CPU = torch.device("cpu")
 _devices = itertools.count(1)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4_compile.kernels.host.pdl import pdl_prologue
-from dsv4_compile.testing import fake_triton
+from tests.support import fake_triton
 
 
 @triton.jit

@@ -26,8 +26,8 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-from dsv4_compile.testing import fake_triton
-from dsv4_compile.testing.fake_triton import TARGETS, FakeDriver, triton_driver
+from tests.support import fake_triton
+from tests.support.fake_triton import TARGETS, FakeDriver, triton_driver
 from tests.tools.fingerprint_source import launch_digest, source_of
 
 FILE = Path(__file__).with_suffix(".json")

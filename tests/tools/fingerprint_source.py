@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
-from dsv4_compile.testing.fake_triton import triton_driver
+from tests.support.fake_triton import triton_driver
 
 DIGITS = 16
 OURS = ("dsv4_compile", "tests.")

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from dsv4_compile.testing.fake_triton import SourceLine, source_lines
+from tests.support.fake_triton import SourceLine, source_lines
 
 REGISTER = re.compile(r"\b(U?[RP])(\d+)\b(\.64)?")
 PREDICATE = re.compile(r"U?P(T|\d+)$")

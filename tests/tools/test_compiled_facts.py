@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 
-from dsv4_compile.testing.fake_triton import WAIT
+from tests.support.fake_triton import WAIT
 from tests.tools import compiled_facts
 from tests.tools.compiled_facts import Kernel, Record, compiled_for
 

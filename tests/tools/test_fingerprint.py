@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_compile.ops.common.kernels import KERNELS
-from dsv4_compile.testing.fake_triton import TARGETS
+from tests.support.fake_triton import TARGETS
 from tests.tools import fingerprint
 from tests.tools.fingerprint_source import DIGITS, source_of
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dsv4_compile.testing.fake_triton import SourceLine
+from tests.support.fake_triton import SourceLine
 from tests.tools.memory_rounds import MemoryRounds, rounds_of
 
 

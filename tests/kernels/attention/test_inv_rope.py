@@ -10,9 +10,10 @@ from torch import Tensor
 
 from dsv4_compile.kernels.attention import inv_rope as kernels
 from dsv4_compile.ops.common.define import REFERENCES
-from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, poisoned_empty, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poisoned_empty, strided
 from tests.kernels.gpus import begins_early, sees
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

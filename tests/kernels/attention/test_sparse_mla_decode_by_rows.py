@@ -18,10 +18,10 @@ from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments
 from dsv4_compile.testing import assert_bitwise, assert_close, poisoned_empty
-from dsv4_compile.testing.bounds import checked
-from dsv4_compile.testing.fake_triton import TARGETS
 from tests.kernels.handed_over import handed_over
 from tests.ops.attention.sparse_mla_calls import EPS, call, positional
+from tests.support.bounds import checked
+from tests.support.fake_triton import TARGETS
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

@@ -14,9 +14,10 @@ from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_heads as f
 from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as few_tokens
 from dsv4_compile.kernels.attention import sparse_mla_decode_triton
 from dsv4_compile.kernels.attention.common import NOT_FUSED, DecodeCall, FusedParts, PagedKeys
-from dsv4_compile.testing import fake_triton, strided
+from dsv4_compile.testing import strided
 from tests.kernels.gpus import GPUS, shared_out
 from tests.kernels.handed_over import handed_over
+from tests.support import fake_triton
 from tests.tools.compiled_facts import compiled_for
 
 SM90 = GPUS["sm_90"][0]

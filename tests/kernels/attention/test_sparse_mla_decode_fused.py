@@ -17,8 +17,8 @@ from dsv4_compile.kernels.preprocess.q_norm_rope import q_norm_rope
 from dsv4_compile.ops.attention.inv_rope import inv_rope, inv_rope_fp8_quant
 from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.testing import assert_bitwise, padded, poisoned_empty, strided
-from dsv4_compile.testing.bounds import checked
 from tests.ops.attention.sparse_mla_calls import EPS, call, positional
+from tests.support.bounds import checked
 
 interpreted = pytest.mark.interpreted
 OUTPUTS = ("p_out", "p_lse", "p_partial", "p_partial_lse", "p_scale", "p_values")

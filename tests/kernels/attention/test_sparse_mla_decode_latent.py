@@ -14,9 +14,9 @@ from dsv4_compile.kernels.attention import sparse_mla_decode_triton as kernel
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.testing import assert_close, hostile_indices, padded, random_cache, strided
-from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import GPUS, shared_out
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

@@ -12,9 +12,10 @@ from torch import Tensor
 from dsv4_compile.kernels.attention import sparse_mla_decode as kernel
 from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.reference.attention.sparse_mla_decode import dense_rows as reference
-from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, strided
 from dsv4_compile.testing.samples import op_samples
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

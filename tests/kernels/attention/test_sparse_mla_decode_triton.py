@@ -19,9 +19,9 @@ from dsv4_compile.ops.attention.sparse_mla_decode import sparse_mla_decode
 from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments
 from dsv4_compile.reference.common import kv_format
 from dsv4_compile.testing import assert_bitwise, assert_close, padded, poisoned_empty, strided
-from dsv4_compile.testing.bounds import checked
 from tests.kernels.handed_over import handed_over
 from tests.ops.attention.test_sparse_mla_decode import one_key, sample
+from tests.support.bounds import checked
 
 interpreted = pytest.mark.interpreted
 INF, NAN = math.inf, math.nan

@@ -17,8 +17,8 @@ from dsv4_compile.kernels.host.gpu import gpu_of
 from dsv4_compile.ops.attention.sparse_mla_prefill import sparse_mla_prefill, sparse_mla_prefill_ragged
 from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, padded, poisoned_empty, strided
-from dsv4_compile.testing.bounds import checked
 from tests.ops.attention.test_sparse_mla_prefill import as_list, sample
+from tests.support.bounds import checked
 
 interpreted = pytest.mark.interpreted
 INF, NAN = math.inf, math.nan

@@ -12,8 +12,8 @@ from dsv4_compile.kernels.attention import sparse_mla_prefill, sparse_mla_prefil
 from dsv4_compile.kernels.attention.common import FusedParts
 from dsv4_compile.kernels.attention.sparse_mla_prefill import IndexRows, PrefillCall
 from dsv4_compile.testing import strided
-from dsv4_compile.testing.fake_triton import TARGETS
 from tests.kernels.gpus import GPUS
+from tests.support.fake_triton import TARGETS
 from tests.tools.compiled_facts import compiled_for
 
 # From Triton 3.8 on the accumulator of the left warpgroup does not quite fit its registers.

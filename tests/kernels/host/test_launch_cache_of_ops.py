@@ -19,8 +19,8 @@ from dsv4_compile.kernels.host.launch import bound
 from dsv4_compile.kernels.host.launch_cache import LaunchCache, key_of
 from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
 from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments
-from dsv4_compile.testing import fake_triton
 from dsv4_compile.testing.samples import op_samples
+from tests.support import fake_triton
 
 GPUS = {"sm_90": Gpu("cuda", 90, 132), "sm_100": Gpu("cuda", 100, 148), "gfx942": Gpu("hip", 0, 304)}
 Launch = tuple[Any, ...]

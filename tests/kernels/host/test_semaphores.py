@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_compile.kernels.host import semaphores
-from dsv4_compile.testing.fake_triton import TARGETS
+from tests.support.fake_triton import TARGETS
 from tests.tools.compiled_facts import compiled_for
 
 

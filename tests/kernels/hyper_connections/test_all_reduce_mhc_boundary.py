@@ -13,10 +13,10 @@ from dsv4_compile.kernels.device.exchange import Peers
 from dsv4_compile.kernels.hyper_connections import mhc_boundary as kernels
 from dsv4_compile.reference.hyper_connections.mhc_boundary import MhcBoundary
 from dsv4_compile.testing import assert_bitwise, padded, poisoned_empty
-from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import GPUS, sees
 from tests.kernels.hyper_connections.calls import arguments
 from tests.kernels.hyper_connections.test_mhc_boundary import MUTATED
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 CTAS, RANKS, LIMIT = kernels.EXCHANGE_CTAS, 3, 50

@@ -17,11 +17,12 @@ from dsv4_compile._compat import triton_interpreter
 from dsv4_compile.kernels.host import semaphores
 from dsv4_compile.kernels.hyper_connections import mhc_boundary as kernels
 from dsv4_compile.ops.common.arguments import packed
-from dsv4_compile.testing import assert_bitwise, fake_triton, padded, poisoned_empty, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, padded, poisoned_empty, strided
 from tests.kernels.gpus import begins_early, sees
 from tests.kernels.hyper_connections import calls
 from tests.kernels.hyper_connections.calls import OPS, exact, results, wrong
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

@@ -10,10 +10,11 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels.indexer import cp_gather_indexer_k as kernel
 from dsv4_compile.reference.indexer.cp_gather_indexer_k import cp_gather_indexer_k as reference
-from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, strided
 from dsv4_compile.testing.samples import op_samples
 from tests.ops.indexer.test_cp_gather_indexer_k import BLOCK, PAGES, arguments
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

@@ -21,7 +21,6 @@ from dsv4_compile.testing import (
     Tolerance,
     assert_bitwise,
     assert_close,
-    fake_triton,
     hostile_indices,
     hostile_values,
     padded,
@@ -29,11 +28,12 @@ from dsv4_compile.testing import (
     random_cache,
     strided,
 )
-from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import GPUS, sees, shared_out
 from tests.kernels.handed_over import handed_over
 from tests.ops.preprocess.compressor_engine import rope_table
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

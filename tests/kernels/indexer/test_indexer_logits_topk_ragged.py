@@ -19,11 +19,12 @@ from dsv4_compile.reference.common.kv_format import quantize_indexer
 from dsv4_compile.reference.indexer import indexer_logits as reference
 from dsv4_compile.reference.indexer.indexer_logits import RaggedTopkArguments
 from dsv4_compile.reference.indexer.indexer_q_rope_quant import indexer_q_rope_quant
-from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, fake_triton, padded, poison_, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, padded, poison_, strided
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import GPUS
 from tests.ops.preprocess.compressor_engine import rope_table
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

@@ -13,12 +13,13 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels.indexer import indexer_q_rope_quant as kernel
 from dsv4_compile.reference.indexer.indexer_q_rope_quant import indexer_q_rope_quant as reference
-from dsv4_compile.testing import assert_bitwise, assert_close, fake_triton, hostile_values, padded, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, assert_close, hostile_values, padded, strided
 from dsv4_compile.testing.compare import Tolerance
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import begins_early, sees, shared_out
 from tests.ops.preprocess.compressor_engine import rope_table
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

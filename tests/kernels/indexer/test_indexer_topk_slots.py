@@ -14,10 +14,11 @@ from dsv4_compile.kernels.indexer import indexer_logits as entries
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.metadata.global_topk import global_topk
-from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, strided
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.indexer.test_indexer_logits_topk import Scored, batch
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

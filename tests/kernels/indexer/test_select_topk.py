@@ -12,11 +12,12 @@ from torch import Tensor
 
 from dsv4_compile.kernels.indexer import select_topk as kernel
 from dsv4_compile.kernels.indexer.histogram import count_bins, reserve_counters
-from dsv4_compile.testing import assert_bitwise, fake_triton
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise
 from tests.kernels.gpus import GPUS
 from tests.kernels.indexer.held_once import COUNTING, held_by_several
 from tests.simulator.shared import SimulatedShared, simulated_shared  # noqa: F401  (a fixture)
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

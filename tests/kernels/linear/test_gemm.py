@@ -18,8 +18,8 @@ from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.common.block_scale import dequantize_weight, quantize_activation
 from dsv4_compile.reference.common.quant import ue8m0_scale
 from dsv4_compile.testing import Tolerance, assert_bitwise, assert_close, padded, poisoned_empty, strided
-from dsv4_compile.testing.bounds import checked
 from tests.kernels.gpus import GPUS, shared_out
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

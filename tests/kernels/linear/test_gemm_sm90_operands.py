@@ -14,11 +14,12 @@ from dsv4_compile.kernels.linear import gemm_sm90_pair, gemm_sm90_small
 from dsv4_compile.kernels.linear.gemm import Operands
 from dsv4_compile.reference.common.block_scale import quantize_activation
 from dsv4_compile.reference.common.quant import ue8m0_scale
-from dsv4_compile.testing import assert_bitwise, fake_triton
+from dsv4_compile.testing import assert_bitwise
 from tests.simulator import gluon as simulated_gluon
 from tests.simulator import ptx as simulated_ptx
 from tests.simulator.products import GPU, simulated_products
 from tests.simulator.values import Value
+from tests.support import fake_triton
 from tests.tools.compiled_facts import compiled_for
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

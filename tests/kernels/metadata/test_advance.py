@@ -11,9 +11,10 @@ from torch import Tensor
 from dsv4_compile.kernels.metadata import advance as kernel
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.common.kernels import launcher
-from dsv4_compile.testing import assert_bitwise, fake_triton, padded, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, padded, strided
 from dsv4_compile.testing.samples import op_samples
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from dsv4_compile.kernels.metadata import copy_ragged_to_graph_buffers as kernel
 from dsv4_compile.reference.metadata.copy_ragged_to_graph_buffers import copy_ragged_to_graph_buffers as reference
-from dsv4_compile.testing import assert_bitwise, fake_triton, padded, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, padded, strided
 from dsv4_compile.testing.samples import op_samples
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

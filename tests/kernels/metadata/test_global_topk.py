@@ -11,9 +11,10 @@ from torch import Tensor
 
 from dsv4_compile.kernels.metadata import global_topk as kernel
 from dsv4_compile.reference.metadata.global_topk import global_topk as reference
-from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, hostile_values, padded, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, hostile_indices, hostile_values, padded, strided
 from dsv4_compile.testing.samples import op_samples
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

@@ -12,10 +12,11 @@ from dsv4_compile.kernels.metadata import global_topk as mapping
 from dsv4_compile.kernels.metadata import ragged_from_dense as kernel
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.common.kernels import launcher
-from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, strided
 from dsv4_compile.testing.poison import poisoned_empty
 from dsv4_compile.testing.samples import op_samples
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

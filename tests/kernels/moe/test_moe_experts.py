@@ -15,11 +15,12 @@ from dsv4_compile.kernels.moe import moe_experts as kernels
 from dsv4_compile.kernels.moe.expert_operands import Weight
 from dsv4_compile.reference.moe.expert_weights import scale_shape, weight_format
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
-from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, poisoned_empty, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poisoned_empty, strided
 from tests.kernels.gpus import GPUS, sees, shared_out
 from tests.kernels.moe.problems import E8M0_BYTES, FORMATS, assert_accurate, experts, places_by_expert, with_scale
 from tests.kernels.moe.programs import random_order
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

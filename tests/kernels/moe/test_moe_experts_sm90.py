@@ -18,9 +18,9 @@ from dsv4_compile.kernels.moe.expert_operands import Weight
 from dsv4_compile.kernels.moe.expert_plan import PlanShape, most_tiles, plan_some
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poisoned_empty, strided
-from dsv4_compile.testing.bounds import checked
 from tests.kernels.moe.problems import E8M0_BYTES, assert_accurate, error, exact, experts, places_by_expert, with_scale
 from tests.kernels.moe.programs import random_order
+from tests.support.bounds import checked
 
 interpreted = pytest.mark.interpreted
 LAUNCHED = ["split_kernel", "split_gate_up_kernel", "split_down_kernel", "sum_kernel"]

@@ -12,10 +12,11 @@ from torch import Tensor
 from dsv4_compile.kernels.host import pdl
 from dsv4_compile.kernels.moe import moe_route as kernels
 from dsv4_compile.ops.common.define import REFERENCES
-from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, poisoned_empty, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poisoned_empty, strided
 from tests.kernels.gpus import GPUS, begins_early
 from tests.kernels.moe.programs import random_order
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

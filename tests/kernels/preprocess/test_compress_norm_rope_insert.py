@@ -18,16 +18,16 @@ from dsv4_compile.testing import (
     Tolerance,
     assert_bitwise,
     assert_close,
-    fake_triton,
     hostile_values,
     padded,
     poisoned_empty,
     strided,
 )
-from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import begins_early, sees, shared_out
 from tests.ops.preprocess.compressor_engine import Engine, one_request
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

@@ -11,11 +11,12 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels.preprocess import dequantize_and_gather_k_cache as kernel
 from dsv4_compile.reference.preprocess.dequantize_and_gather_k_cache import dequantize_and_gather_k_cache as reference
-from dsv4_compile.testing import assert_bitwise, fake_triton, padded, poison_, random_cache, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, padded, poison_, random_cache, strided
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.handed_over import handed_over
 from tests.ops.preprocess.test_dequantize_and_gather_k_cache import BLOCK, TABLE, full_cache, ints
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

@@ -12,9 +12,10 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels.preprocess import kv_rope_insert as kernel
 from dsv4_compile.ops.common.define import REFERENCES
-from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_indices, padded, poison_, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poison_, strided
 from tests.kernels.gpus import begins_early, sees, shared_out
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

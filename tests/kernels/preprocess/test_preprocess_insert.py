@@ -24,15 +24,15 @@ from dsv4_compile.testing import (
     Tolerance,
     assert_bitwise,
     assert_close,
-    bounds,
     hostile_indices,
     padded,
     poisoned_empty,
     strided,
 )
-from dsv4_compile.testing.bounds import checked
 from dsv4_compile.testing.samples import op_samples
 from tests.ops.preprocess.preprocess_layer import CACHES, PADDING, Layer, storage, with_copied_caches
+from tests.support import bounds
+from tests.support.bounds import checked
 
 interpreted = pytest.mark.interpreted
 

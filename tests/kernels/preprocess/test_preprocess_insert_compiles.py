@@ -10,9 +10,9 @@ import torch
 from dsv4_compile.kernels.preprocess import preprocess_insert as kernel
 from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.preprocess.preprocess_insert import PreprocessArguments
-from dsv4_compile.testing import fake_triton
 from tests.kernels.gpus import GPUS, begins_early, sees, shared_out
 from tests.ops.preprocess.preprocess_layer import Layer
+from tests.support import fake_triton
 from tests.tools.compiled_facts import compiled_for
 
 

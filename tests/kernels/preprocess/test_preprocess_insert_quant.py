@@ -11,13 +11,14 @@ from torch import Tensor
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.common.kernels import launcher, refusal
 from dsv4_compile.reference.common.block_scale import quantize_rows
-from dsv4_compile.testing import assert_bitwise, fake_triton, padded, poisoned_empty, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, padded, poisoned_empty, strided
 from tests.kernels.gpus import begins_early, sees, shared_out
 from tests.kernels.preprocess.test_preprocess_insert import MUTATED, history
 from tests.kernels.preprocess.test_preprocess_insert_compiles import model_arguments
 from tests.ops.preprocess.preprocess_layer import CACHES, PADDING, Layer, storage, with_copied_caches
 from tests.ops.preprocess.test_preprocess_insert import STEP
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

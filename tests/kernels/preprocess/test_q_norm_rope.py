@@ -14,19 +14,12 @@ from dsv4_compile.kernels.preprocess import q_norm_rope as kernels
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.reference.preprocess.q_norm_rope import QNormRopeKvInsertArguments
-from dsv4_compile.testing import (
-    assert_bitwise,
-    assert_close,
-    fake_triton,
-    hostile_indices,
-    padded,
-    poisoned_empty,
-    strided,
-)
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, assert_close, hostile_indices, padded, poisoned_empty, strided
 from dsv4_compile.testing.compare import Tolerance
 from tests.kernels.gpus import begins_early, sees, shared_out
 from tests.kernels.preprocess.test_kv_rope_insert import BLOCK, MAX_POS, PAGES, poisoned_cache, rope_table
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

@@ -12,10 +12,11 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.kernels.preprocess import save_partial_states as kernel
 from dsv4_compile.reference.preprocess.save_partial_states import save_partial_states as reference
-from dsv4_compile.testing import assert_bitwise, fake_triton, hostile_values, padded, poison_, strided
-from dsv4_compile.testing.bounds import checked
+from dsv4_compile.testing import assert_bitwise, hostile_values, padded, poison_, strided
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import begins_early, sees
+from tests.support import fake_triton
+from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted

@@ -12,7 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from dsv4_compile.errors import InputError
 from dsv4_compile.ops.attention.inv_rope import inv_rope, inv_rope_fp8_quant
 from dsv4_compile.ops.preprocess.q_norm_rope import q_norm_rope
-from dsv4_compile.testing import assert_bitwise, check_op, padded, scalar, strided
+from dsv4_compile.testing import assert_bitwise, check_op, padded, strided
+from tests.support import scalar
 
 GROUPS, HEADS, DIM, ROPE = 3, 4, 64, 16
 SIZE = HEADS * DIM  # two tiles of 128, two heads each

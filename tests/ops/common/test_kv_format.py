@@ -12,7 +12,8 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.errors import InputError
 from dsv4_compile.reference.common import kv_format
-from dsv4_compile.testing import assert_bitwise, poison_, scalar
+from dsv4_compile.testing import assert_bitwise, poison_
+from tests.support import scalar
 
 
 def poisoned_pages(fmt: str, blocks: int, block_size: int, stride: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.reference.common import paging
-from dsv4_compile.testing import assert_bitwise, hostile_values, poison_, refuse_synchronization, scalar
+from dsv4_compile.testing import assert_bitwise, hostile_values, poison_, refuse_synchronization
+from tests.support import scalar
 
 
 def rows_apart(count: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.reference.common import quant
-from dsv4_compile.testing import assert_bitwise, refuse_synchronization, scalar
+from dsv4_compile.testing import assert_bitwise, refuse_synchronization
 from tests.gemm_orders import by_size
+from tests.support import scalar
 
 
 def all_bfloat16(low: float) -> Tensor:

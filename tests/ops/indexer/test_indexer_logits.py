@@ -26,10 +26,10 @@ from dsv4_compile.testing import (
     padded,
     random_cache,
     refuse_synchronization,
-    scalar,
     strided,
 )
 from tests.ops.largest_tensor import LargestTensor
+from tests.support import scalar
 
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
 BLOCK = 4

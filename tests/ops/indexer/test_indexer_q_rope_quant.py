@@ -10,8 +10,9 @@ from dsv4_compile import layout
 from dsv4_compile.errors import InputError
 from dsv4_compile.ops.indexer.indexer_q_rope_quant import indexer_q_rope_quant
 from dsv4_compile.reference.indexer.indexer_q_rope_quant import indexer_q_rope_quant as reference
-from dsv4_compile.testing import assert_bitwise, check_op, padded, refuse_synchronization, scalar, strided
-from dsv4_compile.testing.scalar import bf16, f32
+from dsv4_compile.testing import assert_bitwise, check_op, padded, refuse_synchronization, strided
+from tests.support import scalar
+from tests.support.scalar import bf16, f32
 
 FORMATS = pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
 FLOATS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -10,8 +10,9 @@ from dsv4_compile.errors import InputError
 from dsv4_compile.ops.attention.inv_rope import inv_rope_fp8_quant
 from dsv4_compile.ops.linear.fp8_grouped_einsum import fp8_grouped_einsum, fp8_grouped_einsum_quant
 from dsv4_compile.ops.linear.fp8_linear import fp8_linear
-from dsv4_compile.testing import assert_bitwise, check_op, padded, scalar, strided
+from dsv4_compile.testing import assert_bitwise, check_op, padded, strided
 from tests.ops.linear.test_fp8_grouped_einsum import E8M0, e4m3, powers, problem
+from tests.support import scalar
 
 
 def scalar_quantised(z: Tensor) -> tuple[Tensor, Tensor]:

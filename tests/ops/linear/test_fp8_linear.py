@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dsv4_compile.errors import InputError
 from dsv4_compile.ops.linear.fp8_linear import fp8_linear
-from dsv4_compile.testing import assert_bitwise, check_op, padded, scalar, strided
+from dsv4_compile.testing import assert_bitwise, check_op, padded, strided
+from tests.support import scalar
 
 E8M0 = torch.float8_e8m0fnu
 

@@ -14,7 +14,8 @@ from dsv4_compile import layout
 from dsv4_compile.ops.preprocess.compress_norm_rope_insert import compress_norm_rope_insert
 from dsv4_compile.ops.preprocess.save_partial_states import save_partial_states
 from dsv4_compile.reference.common.kv_format import load_indexer, load_kv
-from dsv4_compile.testing import poison_, scalar
+from dsv4_compile.testing import poison_
+from tests.support import scalar
 
 EPS = 1e-6
 

@@ -12,8 +12,9 @@ from dsv4_compile.errors import InputError
 from dsv4_compile.ops.preprocess.compress_norm_rope_insert import compress_norm_rope_insert
 from dsv4_compile.ops.preprocess.save_partial_states import save_partial_states
 from dsv4_compile.reference.preprocess import compress_norm_rope_insert as reference
-from dsv4_compile.testing import assert_bitwise, check_op, padded, poison_, refuse_synchronization, scalar, strided
+from dsv4_compile.testing import assert_bitwise, check_op, padded, poison_, refuse_synchronization, strided
 from tests.ops.preprocess.compressor_engine import EPS, Engine, one_request
+from tests.support import scalar
 
 RATIOS = pytest.mark.parametrize("ratio", [4, 128])
 

@@ -10,8 +10,9 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from dsv4_compile import layout
-from dsv4_compile.testing import assert_bitwise, scalar
+from dsv4_compile.testing import assert_bitwise
 from tests.ops.preprocess.compressor_engine import Engine, one_request
+from tests.support import scalar
 
 RATIOS = pytest.mark.parametrize("ratio", [4, 128])
 BYTE_FORMATS = ("fp8_ds_mla", "indexer_fp8", "indexer_mxfp4")

@@ -8,8 +8,9 @@ import torch
 
 from dsv4_compile import layout
 from dsv4_compile.ops.preprocess.kv_rope_insert import kv_rope_insert
-from dsv4_compile.testing import assert_bitwise, check_op, padded, scalar, strided
+from dsv4_compile.testing import assert_bitwise, check_op, padded, strided
 from tests.ops.preprocess.test_q_norm_rope_kv_insert import EDGES, SLOTS, expected_storage, poisoned_cache, rope_table
+from tests.support import scalar
 
 
 @pytest.mark.parametrize(

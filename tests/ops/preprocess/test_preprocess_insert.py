@@ -11,15 +11,7 @@ from dsv4_compile import layout
 from dsv4_compile.errors import InputError
 from dsv4_compile.ops.preprocess.preprocess_insert import preprocess_insert
 from dsv4_compile.reference.common.kv_format import load_kv
-from dsv4_compile.testing import (
-    assert_bitwise,
-    check_op,
-    hostile_indices,
-    padded,
-    refuse_synchronization,
-    scalar,
-    strided,
-)
+from dsv4_compile.testing import assert_bitwise, check_op, hostile_indices, padded, refuse_synchronization, strided
 from tests.ops.preprocess.compressor_engine import EPS
 from tests.ops.preprocess.preprocess_layer import (
     CACHES,
@@ -31,6 +23,7 @@ from tests.ops.preprocess.preprocess_layer import (
     storage,
     with_copied_caches,
 )
+from tests.support import scalar
 
 MLA: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16, "max_len": 160}
 CSA: dict[str, Any] = {**MLA, "ratio": 4, "key_dim": 128}

@@ -12,7 +12,8 @@ from dsv4_compile import layout
 from dsv4_compile.errors import InputError
 from dsv4_compile.ops.preprocess.kv_rope_insert import kv_rope_insert
 from dsv4_compile.ops.preprocess.q_norm_rope import q_norm_rope, q_norm_rope_kv_insert
-from dsv4_compile.testing import assert_bitwise, check_op, padded, poison_, scalar, strided
+from dsv4_compile.testing import assert_bitwise, check_op, padded, poison_, strided
+from tests.support import scalar
 
 EPS = 1e-6
 EDGES = torch.tensor([0, 2, 3, 4, 126, 127, 128, 255, 256])

@@ -7,7 +7,8 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.errors import InputError
 from dsv4_compile.ops.preprocess.quantize_and_insert_k_cache import quantize_and_insert_k_cache
-from dsv4_compile.testing import assert_bitwise, check_op, padded, poison_, scalar, strided
+from dsv4_compile.testing import assert_bitwise, check_op, padded, poison_, strided
+from tests.support import scalar
 
 BLOCKS = 3
 

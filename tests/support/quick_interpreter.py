@@ -10,14 +10,11 @@ import functools
 import math
 from typing import Any
 
-from ..errors import needs
+import numpy as np
+import triton.language as tl
 
-with needs("test", "dsv4_compile.testing.quick_interpreter"):
-    import numpy as np
-    import triton.language as tl
-
-    from .._compat import triton_interpreter as interpreter
-    from .quick_operators import quick_broadcast, quick_cast, quick_index, quick_operator, quick_where
+from dsv4_compile._compat import triton_interpreter as interpreter
+from tests.support.quick_operators import quick_broadcast, quick_cast, quick_index, quick_operator, quick_where
 
 
 @functools.cache

@@ -20,15 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from ..errors import needs
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
 
-with needs("test", "dsv4_compile.testing.inductor_triton"):
-    import triton
-    import triton.language as tl
-    from triton.compiler import ASTSource
-
-    from .._compat import AsyncCompile, GraphLowering, inductor_config
-    from . import fake_triton, quick_interpreter
+from dsv4_compile._compat import AsyncCompile, GraphLowering, inductor_config
+from tests.support import fake_triton, quick_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _POINTWISE_BLOCKS = {"XBLOCK": 256, "YBLOCK": 8, "ZBLOCK": 1}

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..errors import needs
+import numpy as np
+import triton.language as tl
 
-with needs("test", "dsv4_compile.testing.quick_operators"):
-    import numpy as np
-    import triton.language as tl
-
-    from .._compat import triton_interpreter as interpreter
+from dsv4_compile._compat import triton_interpreter as interpreter
 
 
 def _quotient(left: Any, right: Any) -> Any:

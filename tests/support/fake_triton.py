@@ -15,20 +15,16 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime import JITFunction
 
-from ..errors import needs
-
-with needs("test", "dsv4_compile.testing.fake_triton"):
-    import numpy as np
-    import triton
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import CompiledKernel
-    from triton.runtime import JITFunction
-
-    from .._compat import triton_driver, triton_interpreter
-    from .shared_memory import barriers_given_away
+from dsv4_compile._compat import triton_driver, triton_interpreter
+from tests.support.shared_memory import barriers_given_away
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TARGETS: dict[str, GPUTarget] = {

@@ -6,12 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..errors import needs
-
-with needs("hf", "dsv4_compile.testing.hf_layer"):
-    from transformers import DeepseekV4Config as HFConfig
-    from transformers.models.deepseek_v4 import modeling_deepseek_v4
+from transformers import DeepseekV4Config as HFConfig
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 hf: Any = modeling_deepseek_v4
 

@@ -10,7 +10,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from .. import layout
+from dsv4_compile import layout
 
 
 def f32(x: float) -> float:

@@ -15,10 +15,7 @@ from collections.abc import Iterable, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from ..errors import needs
-
-with needs("test", "dsv4_compile.testing.shared_memory"):
-    from .._compat import triton_ir, triton_nvidia, triton_passes, triton_release
+from dsv4_compile._compat import triton_ir, triton_nvidia, triton_passes, triton_release
 
 BYTES = {"i1": 1, "i8": 1, "f8E4M3FN": 1, "f8E5M2": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8}
 BARRIER = re.compile(r"(\d+x)?1xi64")

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import layout
-from ..reference.common import kv_format
-from .batch import Batch, Table, entry_row, index, random_table, row, table_tensor, window_row
-from .generate import RandomCache, random_cache
+from dsv4_compile import layout
+from dsv4_compile.reference.common import kv_format
+from dsv4_compile.testing.batch import Batch, Table, entry_row, index, random_table, row, table_tensor, window_row
+from dsv4_compile.testing.generate import RandomCache, random_cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,14 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..errors import needs
-
-with needs("test", "dsv4_compile.testing.bounds"):
-    import numpy as np
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    from .._compat import triton_interpreter
-    from . import quick_interpreter
+from dsv4_compile._compat import triton_interpreter
+from tests.support import quick_interpreter
 
 _TAG_SHIFT = 48
 _ADDRESS = np.uint64((1 << _TAG_SHIFT) - 1)
