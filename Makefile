@@ -73,7 +73,7 @@ ranks: install  ## all ways in which a rank differs or is gone, on 2 and 4 proce
 
 .PHONY: storm
 storm: install  ## 2,000 requests, hostile ones among them, through one running batch: five minutes
-	OMP_NUM_THREADS=1 DSV4_STORM=$(STORM) $(BIN)/python -m pytest -q -s tests/hf/test_running_storm.py $(ARGS)
+	OMP_NUM_THREADS=1 DSV4_STORM=$(STORM) $(BIN)/python -m pytest -q -s tests/hf/test_running_batch_storm.py $(ARGS)
 
 .PHONY: hostile
 hostile: install  ## 1,560 odd values in config.json and 240 damaged folders, each loaded and examined: minutes

@@ -90,7 +90,7 @@ def examine() -> list[Check]:
 def examine_folder(path: str) -> list[Check]:
     """Examine a checkpoint folder without loading it."""
     try:
-        from .hf.folder_report import rows
+        from .hf.loading.folder_report import rows
     except ImportError as fault:
         why = fault.got if isinstance(fault, DSV4Error) else str(fault)
         return [Check("transformers", why, "fix", "pip install 'dsv4-compile[hf]'")]

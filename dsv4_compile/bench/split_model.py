@@ -19,7 +19,7 @@ with needs("hf", "dsv4_compile.bench.split_model"):
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
     from .._compat import kept_in_float32
-    from ..hf.split import keep_part
+    from ..hf.model.split import keep_part
     from ..hf.tiny import FLASH, layers_in_turn, tiny_config
     from ..parallel import Ranks
     from .nodes import by_name, launches_of_host, nodes

@@ -5,14 +5,14 @@ from __future__ import annotations
 from ..errors import needs
 
 with needs("hf", "dsv4_compile.hf"):
-    from .cache import PagedCache
-    from .convert import convert, new_cache, revert
-    from .experts_interface import register_experts
-    from .inputs import mark_dynamic_tokens
-    from .load import load
-    from .requests import Request
-    from .running import RunningBatch
-    from .unchanged import unchanged
+    from .loading.load import load
+    from .model.cache import PagedCache
+    from .model.convert import convert, new_cache, revert
+    from .model.experts_interface import register_experts
+    from .model.token_inputs import mark_dynamic_tokens
+    from .model.unchanged_block import unchanged
+    from .serving.requests import Request
+    from .serving.running_batch import RunningBatch
 
 __all__ = [
     "PagedCache",

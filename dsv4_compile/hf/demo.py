@@ -22,8 +22,8 @@ from torch import Tensor
 from .. import progress
 from .._compat import counters
 from ..errors import check
-from .cache import CACHE_NAME
-from .convert import convert
+from .model.cache import CACHE_NAME
+from .model.convert import convert
 from .tiny import REAL_ATTENTION, quiet_libraries, tiny_model
 
 PROMPT_LENGTHS = (1, 5, 126, 130)

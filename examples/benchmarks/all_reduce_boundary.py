@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from dsv4_compile.bench.record import environment, write_json
-from dsv4_compile.hf.split import with_collectives
+from dsv4_compile.hf.model.split import with_collectives
 from dsv4_compile.parallel import Ranks
 from dsv4_compile.parallel.collectives import functional_all_reduce
 

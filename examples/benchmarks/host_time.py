@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dsv4_compile import hf
-from dsv4_compile.hf import entry
+from dsv4_compile.hf.model import call_checks as entry
 from dsv4_compile.hf.tiny import layers_in_turn, quiet_libraries, tiny_model
 from dsv4_compile.runtime.compiled import CapturedGraph
 from dsv4_compile.runtime.cuda_graphs import CudaGraphs

@@ -33,7 +33,7 @@ from dsv4_compile.bench.split_model import (
     step_figures,
     weights_read,
 )
-from dsv4_compile.hf.model import cache_like
+from dsv4_compile.hf.model.causal_lm import cache_like
 from dsv4_compile.hf.tiny import quiet_libraries, random_model
 from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, gather_objects
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout that is not installed
 
 from dsv4_compile.errors import RankError
-from dsv4_compile.hf.split import with_collectives
+from dsv4_compile.hf.model.split import with_collectives
 from dsv4_compile.parallel import Ranks, boundary, gather_objects
 from tests.kernels.hyper_connections.calls import arguments
 

@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout that is not installed
 
 from dsv4_compile import hf
-from dsv4_compile.hf.sampling import NO_TOKEN, RequestSampling, choose_tokens
+from dsv4_compile.hf.serving.sampling import NO_TOKEN, RequestSampling, choose_tokens
 from dsv4_compile.hf.tiny import quiet_libraries
 from tests.hf.serving import BAD_TOKEN, HUGE_TOKEN, damaged, good
 

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from dsv4_compile import hf
 from dsv4_compile.errors import DSV4Error
-from dsv4_compile.hf.inputs import mark_dynamic_tokens
+from dsv4_compile.hf.model.token_inputs import mark_dynamic_tokens
 from tests.hf.fuzz_eager import Eager
 from tests.hf.small import close
 

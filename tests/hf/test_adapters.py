@@ -240,7 +240,7 @@ def test_a_convert_that_ends_early_changes_nothing(
     model = adapted(original, lora(**ALL, modules_to_save=["hc_head"])) if with_adapters else copy.deepcopy(original)
     inner = model.base_model.model if with_adapters else model
     with monkeypatch.context() as patch:
-        patch.setattr(importlib.import_module("dsv4_compile.hf.convert"), at, fails)
+        patch.setattr(importlib.import_module("dsv4_compile.hf.model.convert"), at, fails)
         check_refused_unchanged(model, inner, "stopped", KeyboardInterrupt, merge_adapters=with_adapters)
     if with_adapters:
         check_computes_what_peft_computes(model, merge_adapters=True)

@@ -12,7 +12,7 @@ from transformers import modeling_outputs
 
 from dsv4_compile import hf
 from dsv4_compile._compat import CACHE_NAMES, check_transformers
-from dsv4_compile.hf.cache import CACHE_NAME
+from dsv4_compile.hf.model.cache import CACHE_NAME
 from dsv4_compile.hf.tiny import tiny_model
 from tests.hf.small import LAYERS, close, random_ids
 

@@ -141,7 +141,7 @@ def test_norms_return_the_dtype_of_their_input(monkeypatch: pytest.MonkeyPatch) 
     """A norm of transformers 5.17 returns the dtype of its weight."""
     model = hf.convert(tiny_model(dtype=torch.bfloat16), max_batch_size=1, max_seq_len=256)
     norm = model.model.norm
-    monkeypatch.setattr(hf.model.hf.DeepseekV4RMSNorm, "forward", lambda self, x: self.weight * x)
+    monkeypatch.setattr(hf.model.causal_lm.hf.DeepseekV4RMSNorm, "forward", lambda self, x: self.weight * x)
     assert norm.weight.dtype is torch.float32
     assert norm(torch.ones(2, norm.weight.shape[0], dtype=torch.bfloat16)).dtype is torch.bfloat16
 

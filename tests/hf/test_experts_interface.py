@@ -26,7 +26,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from dsv4_compile._compat import TorchDispatchMode
 from dsv4_compile.errors import InputError
-from dsv4_compile.hf.experts_interface import Gate, experts_forward, gate_of
+from dsv4_compile.hf.model.experts_interface import Gate, experts_forward, gate_of
 from dsv4_compile.hf.tiny import tiny_config, tiny_model
 from tests.hf.small import LAYERS, close, quantise_at_random, random_ids
 

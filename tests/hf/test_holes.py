@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import hf
-from dsv4_compile.hf.cache import PagedCache
+from dsv4_compile.hf.model.cache import PagedCache
 from dsv4_compile.hf.tiny import tiny_model
 from tests.hf.small import LAYERS, close, random_ids
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dsv4_compile import DeepseekV4Config, cli, doctor, hf
-from dsv4_compile.hf import folder_report
+from dsv4_compile.hf.loading import folder_report
 from dsv4_compile.loading import load_attention_from_safetensors
 from dsv4_compile.modules import DeepseekV4Attention
 from tests.hf import hostile, official, watched_load

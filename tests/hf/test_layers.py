@@ -13,7 +13,8 @@ from transformers import DeepseekV4ForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from dsv4_compile import hf
-from dsv4_compile.hf import expected, layers
+from dsv4_compile.hf.model import expected_modules as expected
+from dsv4_compile.hf.model import layers
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.reference.moe.expert_weights import dequantize_expert
 from tests.hf.small import LAYERS, assert_records_what_eager_records, close, quantise_at_random, random_ids

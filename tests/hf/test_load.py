@@ -201,7 +201,7 @@ def test_draft_layers_are_skipped_and_the_log_says_so(folder: Path, caplog: pyte
 def test_progress_counts_megabytes_and_names_the_rate_and_the_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = __import__("dsv4_compile.hf.load", fromlist=["_MEGA"])
+    module = __import__("dsv4_compile.hf.loading.load", fromlist=["_MEGA"])
     monkeypatch.setattr(module, "_MEGA", 1000)
     events: list[progress.Event] = []
     with progress.listen(events.append):

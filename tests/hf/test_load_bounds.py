@@ -17,7 +17,8 @@ from torch import Tensor
 from dsv4_compile import DeepseekV4Config, DSV4Error, hf
 from dsv4_compile.checkpoints.json_text import parse
 from dsv4_compile.config import Yarn
-from dsv4_compile.hf import folder_report, model_config
+from dsv4_compile.hf.loading import folder_config as model_config
+from dsv4_compile.hf.loading import folder_report
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.loading import load_attention_from_safetensors
 from dsv4_compile.modules import DeepseekV4Attention
@@ -116,7 +117,7 @@ def test_unknown_keys_of_generation_are_named_and_left_out(
 def test_sizes_and_ranges_are_checked_before_modules_are_built(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str
 ) -> None:
-    from dsv4_compile.hf import placement
+    from dsv4_compile.hf.loading import placement
 
     def build(config: Any) -> Any:
         raise AssertionError("a model was built")

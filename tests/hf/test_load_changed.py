@@ -21,7 +21,7 @@ from dsv4_compile.loading import load_attention_from_safetensors
 from dsv4_compile.modules import DeepseekV4Attention
 from tests.hf import official
 
-module: Any = importlib.import_module("dsv4_compile.hf.load")
+module: Any = importlib.import_module("dsv4_compile.hf.loading.load")
 PREFIX = "layers.1.attn."
 
 
@@ -185,7 +185,7 @@ def test_a_shard_that_changes_while_it_is_read_is_named(
 
 
 def test_a_read_of_another_shape_than_its_place_does_not_broadcast(good: Path) -> None:
-    from dsv4_compile.hf.checkpoint import read_checkpoint
+    from dsv4_compile.hf.loading.checkpoint import read_checkpoint
 
     checkpoint = read_checkpoint(good)
     stored = checkpoint.tensors["norm.weight"]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dsv4_compile import cli
 from dsv4_compile.cache import PagedCaches
-from dsv4_compile.hf import folder_report
-from dsv4_compile.hf.checkpoint import read_checkpoint
-from dsv4_compile.hf.placement import place
+from dsv4_compile.hf.loading import folder_report
+from dsv4_compile.hf.loading.checkpoint import read_checkpoint
+from dsv4_compile.hf.loading.placement import place
 from dsv4_compile.parallel.split import split_of
 from tests.hf import official
 
@@ -119,6 +119,6 @@ def test_a_gpu_of_this_machine_comes_first(good: Path, monkeypatch: pytest.Monke
 def test_without_transformers_the_report_says_what_to_install(
     good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "dsv4_compile.hf.folder_report", None)
+    monkeypatch.setitem(sys.modules, "dsv4_compile.hf.loading.folder_report", None)
     found = report(capsys, good, 1)
     assert "dsv4-compile[hf]" in found["transformers"]["note"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4_compile import DSV4Error, hf
 from tests.hf import official
 
-module: Any = importlib.import_module("dsv4_compile.hf.load")
+module: Any = importlib.import_module("dsv4_compile.hf.loading.load")
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00002-of-00004.safetensors"
 

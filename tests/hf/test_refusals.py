@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from dsv4_compile import DSV4Error, hf
-from dsv4_compile.hf import generation
-from dsv4_compile.hf.cache import CACHE_NAME
-from dsv4_compile.hf.generation import CHUNKS_SKIP_CACHED
+from dsv4_compile.hf.model import generate_call as generation
+from dsv4_compile.hf.model.cache import CACHE_NAME
+from dsv4_compile.hf.model.generate_call import CHUNKS_SKIP_CACHED
 from dsv4_compile.hf.tiny import tiny_model
 from tests.hf.small import LAYERS, close, random_ids
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nan
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dsv4_compile.hf.sampling import LEAST_TEMPERATURE, NO_TOKEN, RequestSampling, choose_tokens
+from dsv4_compile.hf.serving.sampling import LEAST_TEMPERATURE, NO_TOKEN, RequestSampling, choose_tokens
 
 ALMOST_ONE = 1 - 2**-53
 """Largest number that a request draws."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from dsv4_compile import hf
-from dsv4_compile.hf.kinds import without_rows
+from dsv4_compile.hf.model.layer_kinds import without_rows
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.modules.linear import Linear
 from dsv4_compile.modules.stacked import Projection, Stack

@@ -22,7 +22,7 @@ from dsv4_compile import DeepseekV4Attention, hf
 from dsv4_compile._compat import counters
 from dsv4_compile.debug import diverge_ranks
 from dsv4_compile.errors import CompileError, RankError
-from dsv4_compile.hf.split import InStep, keep_part
+from dsv4_compile.hf.model.split import InStep, keep_part
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.loading import load_attention
 from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, all_reduce, gather_objects, split_of, symmetric, watchdog

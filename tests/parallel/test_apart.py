@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from dsv4_compile.errors import RankError
-from dsv4_compile.hf import call_facts
+from dsv4_compile.hf.model import call_facts
 from dsv4_compile.parallel import Ranks, agreement, peers
 from dsv4_compile.parallel.host_waits import close_connections
 from tests.parallel.apart import Outcome, run_ways, wrong

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4_compile import DeepseekV4Config
 from dsv4_compile.errors import RankError
-from dsv4_compile.hf import split
+from dsv4_compile.hf.model import split
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, attention_config, split_of
 from dsv4_compile.parallel.split import check_divides, part_of

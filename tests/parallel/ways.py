@@ -104,7 +104,7 @@ def enclosed_value(me: Me) -> None:
 
 
 def other_lengths(me: Me) -> None:
-    model, name = model_of(me.mesh), hf.model.CACHE_NAME
+    model, name = model_of(me.mesh), hf.model.causal_lm.CACHE_NAME
     mask = torch.ones(2, 4, dtype=torch.int64)
     mask[0, 0] = int(not me.odd)
     with torch.no_grad():
@@ -163,7 +163,7 @@ def precision(me: Me) -> None:
 
 def cache_or_none(me: Me) -> None:
     model = model_of(me.mesh)
-    cache = {hf.model.CACHE_NAME: hf.new_cache(model, max_batch_size=3)} if me.odd else {}
+    cache = {hf.model.causal_lm.CACHE_NAME: hf.new_cache(model, max_batch_size=3)} if me.odd else {}
     forward(me, ids(1, 4), ids(1, 4), **cache)
 
 
@@ -311,7 +311,7 @@ def stopped_in_convert(me: Me) -> None:
 def in_load(me: Me) -> None:
     path = saved(me)
     if me.odd:
-        sys.modules["dsv4_compile.hf.load"].fill = lambda *_: kill()  # type: ignore[attr-defined]
+        sys.modules["dsv4_compile.hf.loading.load"].fill = lambda *_: kill()  # type: ignore[attr-defined]
     hf.load(path, max_batch_size=2, max_seq_len=64, device="cpu", mesh=me.mesh)
 
 

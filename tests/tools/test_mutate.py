@@ -42,10 +42,10 @@ def test_areas_have_sources_and_tests(area: str) -> None:
 
 
 def test_tests_of_the_file_run_before_those_of_files_that_import_it_and_of_its_area() -> None:
-    change = mutate.Change("hf", "dsv4_compile/hf/sampling.py", 1, "core/AddNot", 0)
+    change = mutate.Change("hf", "dsv4_compile/hf/serving/sampling.py", 1, "core/AddNot", 0)
     of_file, near, others, area, pages = mutate.tests_of(change, mutate.ROOT)
     assert of_file == ["tests/hf/test_sampling.py"] and area == ["tests/hf"] and pages == ["tests/docs"] and not others
-    assert "tests/hf/test_running.py" in near and not set(of_file) & set(near)
+    assert "tests/hf/test_running_batch.py" in near and not set(of_file) & set(near)
     nothing = change._replace(file="dsv4_compile/hf/nothing.py")
     assert mutate.tests_of(nothing, mutate.ROOT) == [[], [], [], ["tests/hf"], ["tests/docs"]]
     warm_up = mutate.Change("runtime", "dsv4_compile/runtime/warmup.py", 1, "core/AddNot", 0)

@@ -1,0 +1,1 @@
+"""Checkpoint folders: configuration, headers, the place of each stored tensor, loading."""

@@ -1,0 +1,148 @@
+"""Report of a checkpoint folder for `dsv4 doctor PATH`: what it holds, what is wrong, and which GPUs hold it.
+
+Only headers are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ...cache import CacheFormat, PagedCaches
+from ...checkpoints.header import Stored
+from ...config import CSA, HCA, SWA, DeepseekV4Config
+from ...errors import DSV4Error
+from ...parallel.split import split_of
+from .checkpoint import Checkpoint, read_checkpoint
+from .load import describe_drafts
+from .placement import Placement, place
+
+KINDS: dict[str, str] = {
+    "experts": r"\.ffn\.experts\.",
+    "shared experts": r"\.ffn\.shared_experts\.",
+    "routers": r"\.ffn\.gate\.",
+    "indexers": r"\.attn\.indexer\.",
+    "compressors": r"\.attn\.compressor\.",
+    "attention": r"\.attn\.",
+    "hyper-connections": r"hc_",
+    "embedding, head": r"embed\.|head\.",
+    "norms": r"norm\.",
+}
+"""Kinds of weights by a pattern of their official names; the first that matches counts."""
+GPUS = {"RTX PRO 6000": 95, "H100": 79, "H200": 139, "B200": 178, "MI300X": 191}
+"""Memory of GPUs in GiB, as their drivers report it."""
+COUNTS = (1, 2, 4, 8)
+"""Numbers of GPUs that divide the heads and output groups of DeepSeek-V4."""
+FILLED = 0.9
+"""Part of a GPU's memory that weights and caches may take, which leaves a tenth for activations and graphs."""
+BATCH, TOKENS = 8, 8192
+"""Batch whose caches are counted."""
+MOST_PROBLEMS = 20
+_GIGA = 10**9
+
+
+class Row(NamedTuple):
+    """One line of the report, with the fields of `doctor.Check`."""
+
+    name: str
+    value: str
+    level: str = "ok"
+    note: str = ""
+
+
+def rows(path: str | Path) -> list[Row]:
+    """Examine the folder at `path` without loading it, and return the report, problems last."""
+    try:
+        checkpoint = read_checkpoint(path)
+    except DSV4Error as fault:
+        whole = [] if fault.code == "E209" else [Row("folder", str(path))]
+        return [*whole, _problem(fault)]
+    found = [_folder(checkpoint)]
+    problems, count = list(checkpoint.problems.kept), checkpoint.problems.count
+    try:
+        placement = place(checkpoint)
+        problems += placement.problems.kept
+        count += placement.problems.count
+        found += [*_model(checkpoint), *_kinds(checkpoint), *_memory(checkpoint, placement)]
+    except DSV4Error as fault:
+        problems.insert(0, fault)
+        count += 1
+    shown = [_problem(fault) for fault in problems[:MOST_PROBLEMS]]
+    left = count - len(shown)
+    return found + shown + ([Row("more", f"{left} problems like these", "fix")] if left else [])
+
+
+def _problem(fault: DSV4Error) -> Row:
+    return Row(fault.code, fault.got, "fix", "; ".join(filter(None, (fault.why, fault.fix))))
+
+
+def _folder(checkpoint: Checkpoint) -> Row:
+    size = _gigabytes([*checkpoint.tensors.values(), *checkpoint.drafts.values()])
+    files = f"{len(checkpoint.files)} file{'s' * (len(checkpoint.files) > 1)}"
+    return Row("folder", f"{checkpoint.folder}, {files}, {size}")
+
+
+def _gigabytes(tensors: Iterable[Stored]) -> str:
+    return f"{sum(stored.nbytes for stored in tensors) / _GIGA:.2f} GB"
+
+
+def _model(checkpoint: Checkpoint) -> list[Row]:
+    config, raw = DeepseekV4Config.from_hf(checkpoint.config), checkpoint.config
+    counts = Counter(config.kind(i) for i in range(config.num_layers))
+    kinds = ", ".join(f"{counts[kind]} {kind.upper()}" for kind in (SWA, CSA, HCA) if counts[kind])
+    hashed = sum(name.endswith("tid2eid") for name in checkpoint.tensors)
+    experts = f"{raw.get('n_routed_experts')} experts, {raw.get('num_experts_per_tok')} a token"
+    own = any(".attn." in stored.name for stored in checkpoint.tensors.values())
+    found = [
+        Row("layers", f"{config.num_layers} ({kinds}), {hashed} routed by hash; {experts}"),
+        Row("tensors", f"{len(checkpoint.tensors)} with {'DeepSeek' if own else 'transformers'}'s names"),
+    ]
+    if checkpoint.drafts:
+        found.append(Row("draft layers", describe_drafts(checkpoint), note="not loaded"))
+    return found
+
+
+def _kinds(checkpoint: Checkpoint) -> list[Row]:
+    """Return bytes and dtypes of the weights of each kind."""
+    groups: dict[str, list[Stored]] = {kind: [] for kind in KINDS}
+    patterns = [(kind, re.compile(pattern).search) for kind, pattern in KINDS.items()]
+    for name, stored in checkpoint.tensors.items():
+        kind = next((kind for kind, search in patterns if search(name)), None)
+        groups.setdefault(kind or "others", []).append(stored)
+    found = []
+    for kind, tensors in groups.items():
+        sizes: Counter[str] = Counter()
+        for stored in tensors:
+            sizes[stored.dtype] += stored.nbytes
+        dtypes = ", ".join(f"{dtype} {size / _GIGA:.2f}" for dtype, size in sizes.most_common())
+        if tensors:
+            found.append(Row(kind, f"{_gigabytes(tensors)} in {len(tensors)} tensors ({dtypes})"))
+    return found
+
+
+def _memory(checkpoint: Checkpoint, placement: Placement) -> list[Row]:
+    """Return what weights and caches take, and how many GPUs of each sort hold them."""
+    weights, config = placement.nbytes(), DeepseekV4Config.from_hf(checkpoint.config)
+    formats = CacheFormat.resolve(model_dtype=placement.model.config.dtype)
+    caches = PagedCaches(config, max_batch_size=BATCH, max_seq_len=TOKENS, cache_format=formats, device="meta").nbytes
+    split = placement.nbytes(lambda name: split_of(name) is not None)
+    found = [
+        Row("memory", f"{weights / _GIGA:.2f} GB of weights, {caches / _GIGA:.2f} GB of caches for {BATCH} x {TOKENS}")
+    ]
+    gpus = {name: size * 2**30 for name, size in GPUS.items()}
+    if torch.cuda.is_available():
+        facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpus = {f"{facts.name}, here": facts.total_memory} | gpus
+    for name, size in gpus.items():
+        each = {count: weights - split + split / count for count in COUNTS}
+        enough = next((count for count in COUNTS if each[count] + caches <= FILLED * size), None)
+        if enough is None:
+            found.append(Row(name, f"more than {COUNTS[-1]} of {size / _GIGA:.0f} GB"))
+        else:
+            found.append(Row(name, f"{enough} of {size / _GIGA:.0f} GB, {each[enough] / _GIGA:.2f} GB of weights each"))
+    return found

@@ -1,0 +1,340 @@
+"""Loading of a checkpoint folder into a converted model (`load`), tensor by tensor to its final place on the device.
+
+Everything that headers can tell is checked before anything is allocated. Then parameters are allocated, those that
+convert stacks as rows of one matrix, and filled file by file, each tensor by reads into its memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import progress
+from ...cache import CacheFormat, PagedCaches
+from ...checkpoints.header import DTYPES, Source, Stored
+from ...checkpoints.reader import Reader, read_ahead
+from ...config import DeepseekV4Config
+from ...errors import DSV4Error, check, error
+from ...loading import check_scales, hf_name
+from ...modules import DeepseekV4Attention
+from ...modules.linear import Linear
+from ...parallel import Ranks, watchdog
+from ...reference.moe.expert_weights import dequantize_expert
+from ...sizes import check_optional_size, check_size, free_memory
+from ..model.arguments import check_flags
+from ..model.convert import convert
+from ..model.split import check_splittable, on_all_ranks
+from .checkpoint import Checkpoint, Problems, read_checkpoint
+from .folder_config import generation_config
+from .placement import Piece, Placement, hf, place, targets
+from .split_load import split_placement
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_log = logging.getLogger("dsv4_compile.hf")
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_MEGA, _GIGA = 10**6, 10**9
+_NOTE_SECONDS = 2.0
+"""Seconds between two reports of the rate, so that a log gets few lines."""
+
+
+@on_all_ranks
+def load(
+    path: str | Path,
+    *,
+    max_batch_size: int,
+    max_seq_len: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    dequantize: bool = False,
+    kv_cache_dtype: str | CacheFormat = "auto",
+    indexer_cache_dtype: str = "auto",
+    hadamard: bool = False,
+    max_step_tokens: int | None = None,
+    attention_only: bool = False,
+    mesh: DeviceMesh | None = None,
+    expert_layout: str = "experts",
+    collectives: str = "functional",
+    rank_timeout: float = watchdog.TIMEOUT,
+) -> Any:
+    """Load a DeepSeek-V4 checkpoint and return it converted (see `convert`), in eval mode.
+
+    Args:
+        path: a folder with `config.json` and safetensors files, as DeepSeek publishes it or as transformers'
+            `save_pretrained` writes it. Draft layers (`mtp.*`) are skipped, which the log says.
+        device: where the model goes (None = the GPU if there is one, else the CPU).
+        dtype: dtype of floating weights: bfloat16, float16 or float32 (None = that of `config.json`). Weights that
+            transformers keeps in float32 stay so.
+        dequantize: make e4m3 and MXFP4 weights floating, in `dtype`. Without it they stay as they are stored, and ops
+            quantise the inputs of e4m3 linears as DeepSeek does.
+        max_batch_size, max_seq_len, kv_cache_dtype, indexer_cache_dtype, hadamard, max_step_tokens, attention_only:
+            see `convert`.
+        mesh, expert_layout, collectives, rank_timeout: see `convert`. A rank reads and allocates its part alone.
+
+    Memory holds the weights and, while they are read, pages of one file and one tensor. Parameters need no gradient.
+
+    Raises, before anything is allocated: E209 for a folder that is incomplete or damaged, E207 for tensors that do not
+    fit the configuration, E205 for another model, E210 if weights and caches do not fit into the device's memory.
+    """
+    sizes: dict[str, Any] = {
+        "max_batch_size": check_size("max_batch_size", max_batch_size),
+        "max_seq_len": check_size("max_seq_len", max_seq_len),
+        "max_step_tokens": check_optional_size("max_step_tokens", max_step_tokens),
+    }
+    check_flags(dequantize=dequantize, hadamard=hadamard, attention_only=attention_only)
+    place_on = _device(device)
+    check(dtype is None or dtype in _FLOATS, "E201", got=f"dtype={dtype}", rule=f"dtype is one of {_FLOATS}, or None")
+    check(
+        not torch.is_inference_mode_enabled(),
+        "E208",
+        got="load under torch.inference_mode()",
+        why="weights that are made there could not be moved or replaced",
+        fix="load outside, and run the model inside",
+    )
+    checkpoint = read_checkpoint(path)
+    try:
+        placement = place(checkpoint, dtype=dtype, dequantize=dequantize)
+    except DSV4Error as fault:
+        if fault.code == "E207":  # missing layers or experts: files that are missing or damaged explain it
+            _raise_first(checkpoint.folder, checkpoint.problems)
+        raise
+    _raise_first(checkpoint.folder, checkpoint.problems, placement.problems)
+    if mesh is not None:
+        check_splittable(attention_only)
+        split_placement(placement, Ranks.of(mesh), expert_layout)
+    generation = generation_config(checkpoint.folder, placement.model.config.vocab_size)
+    ours = DeepseekV4Config.from_hf(placement.model.config)
+    model_dtype = placement.model.config.dtype
+    formats = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=model_dtype, hadamard=hadamard)
+    one = PagedCaches(ours, **sizes | {"max_batch_size": 1}, cache_format=formats, device="meta").nbytes
+    check_memory(checkpoint.folder, place_on, placement.nbytes(), one * sizes["max_batch_size"])
+    if checkpoint.drafts:
+        _log.warning("%s: draft layers are not loaded, %s", checkpoint.folder, describe_drafts(checkpoint))
+    model = placement.model
+    if placement.tied is not None:
+        _check_tied(checkpoint, placement.tied)
+    allocate(placement, ours, place_on)
+    fill(placement, checkpoint.sources, place_on)
+    model.config.name_or_path = str(checkpoint.folder)
+    model.generation_config = generation or model.generation_config
+    options: dict[str, Any] = {
+        "kv_cache_dtype": kv_cache_dtype,
+        "indexer_cache_dtype": indexer_cache_dtype,
+        "hadamard": hadamard,
+        "mesh": mesh,
+        "expert_layout": expert_layout,
+        "collectives": collectives,
+        "rank_timeout": rank_timeout,
+    }
+    with place_on:  # whatever the caller's default device is
+        return convert(model.eval(), **sizes, **options, attention_only=attention_only)
+
+
+def describe_drafts(checkpoint: Checkpoint) -> str:
+    """Return number, names and bytes of the draft layers in a folder."""
+    layers = sorted({".".join(name.split(".")[:2]) for name in checkpoint.drafts})
+    size = sum(stored.nbytes for stored in checkpoint.drafts.values())
+    return f"{', '.join(layers)}: {len(checkpoint.drafts)} tensors, {size / _GIGA:.2f} GB"
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """Return the device to load onto, or raise E201 if it does not exist."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as fault:
+        raise error("E201", got=f"device={device!r}", why=str(fault).splitlines()[0], fix="cuda, cuda:1, cpu") from None
+    count = torch.cuda.device_count()
+    check(
+        found.type != "meta" and (found.type != "cuda" or (found.index or 0) < count),
+        "E201",
+        got=f"device={str(found)!r}",
+        rule="weights are loaded onto a device that this process sees",
+        why=f"torch sees {count} CUDA devices",
+        fix="pass another device; without a GPU, device='cpu'",
+    )
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _raise_first(folder: Path, *groups: Problems) -> None:
+    """Raise the first problem, with the number of the others."""
+    kept = [problem for group in groups for problem in group.kept]
+    count = sum(group.count for group in groups)
+    if not kept:
+        return
+    first = kept[0]
+    if count > 1:
+        more = f"{first.why or 'the headers say so'}; {count - 1} more: dsv4 doctor {folder}"
+        first = error(first.code, got=first.got, why=more, fix=first.fix)
+    raise first
+
+
+def check_memory(folder: Path, device: torch.device, weights: int, caches: int) -> None:
+    """Raise E210 unless weights and caches fit into the memory of `device`."""
+    free = free_memory(device)
+    needed = f"{weights / _GIGA:.2f} GB of weights and {caches / _GIGA:.2f} GB of caches"
+    check(
+        free is None or weights + caches <= free,
+        "E210",
+        got=f"{needed} for {(free or 0) / _GIGA:.2f} GB free on {device}",
+        why="activations need memory beside them",
+        fix=f"dsv4 doctor {folder} lists GPUs that hold it; smaller max_batch_size or max_seq_len need fewer caches",
+    )
+
+
+def _check_tied(checkpoint: Checkpoint, head: Stored) -> None:
+    """Raise E207 unless a stored output head equals the embedding that it is tied to."""
+    embedding = checkpoint.tensors["embed.weight"]
+    values = []
+    for stored in (head, embedding):
+        with Reader(checkpoint.sources[stored.file]) as reader:
+            values.append(reader.read(stored))
+    equal = torch.equal(*values)
+    check(equal, "E207", got=f"{head} differs from {embedding}", why="config.json has tie_word_embeddings=true")
+
+
+def allocate(placement: Placement, config: DeepseekV4Config, device: torch.device) -> None:
+    """Give every parameter and buffer of the model on the meta device uninitialised memory on `device`.
+
+    Weights that a converted model stacks are rows of one matrix from the start, so that none is ever copied.
+    """
+    model, dtypes = placement.model, placement.dtypes
+    shapes = {name: tensor.shape for name, tensor in targets(model)}
+    made: dict[str, Tensor] = {}
+    for names in _stacks(placement, config):
+        heights = [shapes[name][0] for name in names]
+        size = (sum(heights), *shapes[names[0]][1:])
+        matrix = torch.empty(size, dtype=dtypes[names[0]], device=device)
+        made.update(zip(names, matrix.split(heights), strict=True))
+    tied = model.config.tie_word_embeddings
+    for name, shape in shapes.items():
+        tensor = made.get(name)
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=dtypes[name], device=device)
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    for path, module in list(model.named_modules()):
+        if type(module) is hf.DeepseekV4RotaryEmbedding:
+            with torch.device("cpu"):
+                rotary = hf.DeepseekV4RotaryEmbedding(model.config)
+            model.set_submodule(path, rotary.to(device))
+
+
+def _stacks(placement: Placement, config: DeepseekV4Config) -> Iterator[list[str]]:
+    """Yield names of parameters that a converted model stacks: linears of one input that are stored alike."""
+    known = dict(targets(placement.model))
+    for i in range(config.num_layers):
+        ours = DeepseekV4Attention(config, i, device="meta", max_seq_len=1)
+        names = {module: name for name, module in ours.named_modules() if isinstance(module, Linear)}
+        layer = f"model.layers.{i}"
+        stacks = [[names[part] for part in stack.parts] for stack in (*ours.hidden_stacks, *ours.latent_stacks)]
+        groups = [[f"{layer}.self_attn.{hf_name(f'{name}.weight')}" for name in stack] for stack in stacks]
+        groups.append([f"{layer}.mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up")])
+        groups += [[f"{weight}_scale_inv" for weight in group if f"{weight}_scale_inv" in known] for group in groups]
+        for group in groups:
+            for _, alike in groupby(group, lambda name: placement.dtypes[name]):
+                yield list(alike)
+
+
+def fill(placement: Placement, sources: Mapping[Path, Source], device: torch.device) -> None:
+    """Read every piece of a checkpoint into its place, one file after the other."""
+    places = {name: tensor.detach() for name, tensor in targets(placement.model)}
+    experts = placement.model.config.n_routed_experts
+    pieces = sorted(placement.pieces, key=lambda piece: (piece.stored.file, piece.stored.begin))
+    files = sorted({piece.stored.file for piece in pieces})
+    total = sum(stored.nbytes for stored in {piece.stored for piece in pieces})
+    with progress.stage("load", total // _MEGA) as work:
+        rate = _Rate(work)
+        for file, group in groupby(pieces, lambda piece: piece.stored.file):
+            rate.begin(file)
+            after = files.index(file) + 1
+            _start_reading([sources[other] for other in files[after - 1 : after + 1]])
+            with ExitStack() as stack:
+                readers: dict[Path, Reader] = {}  # this file's, and those of files with its scales
+                for piece in group:
+                    for stored in filter(None, (piece.stored, piece.scale)):
+                        if stored.file not in readers:
+                            readers[stored.file] = stack.enter_context(Reader(sources[stored.file]))
+                    destination = places[piece.target][piece.into]
+                    rate.count(_fill_piece(piece, destination, readers))
+                    if not destination.is_floating_point() and destination.dtype is torch.int64:
+                        _check_table(piece.stored, destination, experts)
+        rate.report()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # kernels that load weights early (PDL) rely on no copy being under way
+
+
+def _fill_piece(piece: Piece, destination: Tensor, readers: Mapping[Path, Reader]) -> int:
+    """Read one piece into `destination` and return its bytes."""
+    reader = readers[piece.stored.file]
+    if piece.scale is None:
+        if DTYPES[piece.stored.dtype] in (torch.uint8, torch.int8):
+            reader.copy(piece.stored, piece.part, destination.view(DTYPES[piece.stored.dtype]))
+        else:
+            reader.copy(piece.stored, piece.part, destination)
+        if piece.target.endswith("_scale_inv"):
+            check_scales(destination, str(piece.stored))
+        return destination.numel() * DTYPES[piece.stored.dtype].itemsize
+    value = reader.read(piece.stored, piece.part).to(destination.device)
+    scale = readers[piece.scale.file].read(piece.scale, piece.scale_part)
+    check_scales(scale, str(piece.scale))
+    weight = dequantize_expert(value, scale.to(destination.device))[piece.kept]
+    check(weight.shape == destination.shape, "E207", got=f"{piece.stored} of another shape than its place")
+    destination.copy_(weight)
+    return value.nbytes
+
+
+def _check_table(stored: Stored, table: Tensor, experts: int) -> None:
+    """Raise E207 for a routing table with experts that do not exist, which kernels would read beyond the weights."""
+    low, high = int(table.min()), int(table.max())
+    check(low >= 0 and high < experts, "E207", got=f"{stored} with experts {low} to {high}", why=f"there are {experts}")
+
+
+def _start_reading(sources: list[Source]) -> None:
+    """Start a thread that lets the operating system read files into its cache while others are copied."""
+    if hasattr(os, "posix_fadvise"):
+        thread = threading.Thread(target=read_ahead, args=(sources,), name="dsv4-read-ahead", daemon=True)
+        thread.start()  # the call may wait for the disk
+
+
+class _Rate:
+    """Report of loading: megabytes done, GB/s and the file, at each file and every few seconds."""
+
+    def __init__(self, work: progress.Stage) -> None:
+        self._work = work
+        self._started = self._reported = time.monotonic()
+        self._bytes = self._steps = 0
+        self._file = ""
+
+    def begin(self, file: Path) -> None:
+        self._file = file.name
+        self.report()
+
+    def count(self, nbytes: int) -> None:
+        self._bytes += nbytes
+        if time.monotonic() - self._reported > _NOTE_SECONDS:
+            self.report()
+
+    def report(self) -> None:
+        self._reported = time.monotonic()
+        steps = self._bytes // _MEGA - self._steps
+        self._steps += steps
+        rate = self._bytes / _GIGA / max(self._reported - self._started, 1e-9)
+        self._work.advance(f"MB, {rate:.2f} GB/s, {self._file}", steps)

@@ -1,0 +1,1 @@
+"""A converted model: its modules, caches, checks of calls, comparisons and ranks."""

@@ -1,0 +1,341 @@
+"""Paged caches of a converted model with transformers' cache interface."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ..._compat import CACHE_NAMES, assert_async, cache_name, mark_static, mark_static_address
+from ...cache import CacheFormat, LayerCache, PagedCaches
+from ...config import DeepseekV4Config
+from ...errors import check, fail
+from ...metadata import AttentionMetadata, build_metadata
+from ...runtime.addresses import HeldTensors
+from ...runtime.repeated_layers import Handed
+from .layer_kinds import Repeated
+from .redundant_guards import named
+
+CACHE_NAME = cache_name()
+"""Keyword and result field of the cache in the installed transformers; "" if it is unknown and `convert` raises."""
+
+_OF_LAYER = operator.attrgetter(*(field.name for field in fields(LayerCache)))
+
+# On one line, because Inductor copies it into generated source.
+_OVERFLOW = "[E204] a sequence grew over the max_seq_len of its cache; dsv4 explain E204"
+
+
+class PagedCache(Cache):
+    """Static caches for up to `max_batch_size` sequences of up to `max_seq_len` tokens.
+
+    Sequence lengths live on the device and advance inside the model's graph, so a step changes no Python state and
+    nothing recompiles. A forward appends the tokens that its attention mask keeps. Padding is never stored, so every
+    sequence has its own positions, on whichever side the batch is padded.
+
+    The host's record of the cache, which `call_checks` keeps and no graph reads except `entered`:
+
+    Attributes:
+        generation: resets so far; a `CacheHandle` of an earlier one is stale.
+        rows: sequences of the batch in the cache, 0 if it is empty.
+        appended: columns since the last reset, padding included.
+        holder: the `generate` call that owns the cache, or None.
+        entered: whether a forward uses the cache now, in `thread`.
+        interrupted: whether a forward failed after it may have written.
+
+    Graphs read `dsv4_parameters`, the tensors by a path for each, and guard `dsv4_state`, both as of the last `adopt`.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        *,
+        max_batch_size: int,
+        max_seq_len: int,
+        cache_format: CacheFormat,
+        max_step_tokens: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        with torch.inference_mode(False):  # later calls write the cache in any mode
+            self.paged = PagedCaches(
+                config,
+                max_batch_size=max_batch_size,
+                max_seq_len=max_seq_len,
+                max_step_tokens=max_step_tokens,
+                cache_format=cache_format,
+                device=device,
+            )
+            self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
+            self.columns = torch.zeros((), dtype=torch.int64, device=device)
+        layers: list[Any] = list(self.paged.layers)
+        super().__init__(layers=layers)
+        self.generation = 0
+        self.rows = 0
+        self.appended = 0
+        self.holder: object | None = None
+        self.entered = False
+        self.thread = 0
+        self.interrupted = False
+        self.dsv4_state = ""
+        self.dsv4_parameters: dict[str, Tensor] = {}
+        self._parts: list[Any] = []
+        self.compared: HeldTensors | None = None
+        self._repeated: tuple[Any, Any, list[Tensor]] = ((), None, [])
+        for tensor in self._tensors().values():
+            # A cache keeps its shape and address: its dims do not become symbols, and captures use it in place.
+            mark_static(tensor)
+            mark_static_address(tensor, guard=False)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = [(f"layers.{i}.{name}", t) for i, x in enumerate(self.paged.layers) for name, t in x.tensors().items()]
+        tables = [(f"block_tables.{name}", t) for name, t in vars(self.paged.block_tables).items() if t is not None]
+        return dict([*named, *tables, ("seq_lens", self.seq_lens), ("columns", self.columns)])
+
+    def adopt(self) -> None:
+        """Let graphs run with the tensors that the cache has now; `dsv4_state` names what they guard of it."""
+        if self.holds():
+            return
+        paged = self.paged
+        self._parts, self.dsv4_parameters = self._parts_now(), self._tensors()
+        self.compared = HeldTensors(self.dsv4_parameters.values())
+        settings = {name: value for name, value in vars(paged).items() if name not in ("layers", "block_tables")}
+        self.dsv4_state = named({**settings, **self.dsv4_parameters})
+
+    def holds(self) -> bool:
+        """Return whether the cache has the tensors and settings that graphs were last told of."""
+        parts = self._parts_now()
+        same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
+        return same and self.compared is not None and self.compared.hold()
+
+    def handed(self, repeated: Repeated) -> Handed:
+        """Return what graphs of a model take with this cache, whose tensors are those of the last `adopt`."""
+        layers, compared, found = self._repeated
+        if layers is not repeated.layers or compared is not self.compared:
+            found = repeated.caches(self.paged.layers)
+            self._repeated = repeated.layers, self.compared, found
+        return Handed(repeated.weights, found)
+
+    def _parts_now(self) -> list[Any]:
+        paged = self.paged
+        parts = [*vars(paged).values(), *vars(paged.block_tables).values(), self.seq_lens, self.columns]
+        return [*parts, *chain.from_iterable(map(_OF_LAYER, paged.layers))]
+
+    def begin_step(self, batch_size: int, num_columns: int, keep: Tensor | None) -> AttentionMetadata:
+        """Append `num_columns` columns to the first `batch_size` sequences; return the metadata of those tokens.
+
+        Args:
+            keep: bool `[B, num_columns]`, which columns hold a token; those of a row are neighbours. None = all.
+        Returns:
+            Metadata of the `T = B * num_columns` tokens in row-major order, with masked tokens as padding.
+        """
+        paged, device = self.paged, self.seq_lens.device
+        if keep is None:
+            keep = torch.ones(batch_size, num_columns, dtype=torch.bool, device=device)
+        lengths = self.seq_lens[:batch_size]
+        grown = lengths + keep.sum(dim=1, dtype=torch.int32)
+        # Only the device knows the lengths. The check runs there, without synchronisation.
+        assert_async((grown <= paged.max_seq_len).all(), _OVERFLOW)
+        positions = lengths[:, None].long() + keep.cumsum(dim=1) - 1
+        requests = torch.arange(batch_size, dtype=torch.int32, device=device)[:, None].expand(-1, num_columns)
+        metadata = build_metadata(
+            positions=positions.clamp(min=0).reshape(-1),
+            token_to_req=requests.reshape(-1),
+            is_valid_token=keep.reshape(-1),
+            block_tables=paged.block_tables,
+            window=paged.config.sliding_window,
+            max_model_len=paged.max_seq_len,
+            ratios=paged.config.compressed_ratios,
+        )
+        lengths.copy_(grown)
+        self.columns.add_(num_columns)
+        return metadata
+
+    def reset(self) -> None:
+        """Remove all sequences. Cache rows keep their bytes, because no row is read before it is written again."""
+        self.seq_lens.zero_()
+        self.columns.zero_()
+        self.generation += 1
+        self.rows = self.appended = 0
+        self.interrupted = False
+
+    def check_fits(self, batch_size: int, length: int) -> None:
+        """Raise E204 unless `batch_size` sequences of up to `length` tokens fit."""
+        paged = self.paged
+        check(
+            batch_size <= paged.max_batch_size and length <= paged.max_seq_len,
+            "E204",
+            got=f"{batch_size} sequences of up to {length} tokens",
+            why=f"the cache was allocated for {paged.max_batch_size} sequences of {paged.max_seq_len} tokens",
+            fix=RESIZE,
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns appended since the last reset, padding included, as transformers counts. Synchronises."""
+        return int(self.columns)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return the length of the longest sequence that fits."""
+        return self.paged.max_seq_len
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: a step that is taken back has overwritten the states of open compression groups."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """False, so that transformers builds no dense masks and does not compile the model with its own options.
+
+        Compile it with `model.compile(backend="dsv4")`.
+        """
+        return False
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.paged.max_batch_size
+
+    @property
+    def max_cache_len(self) -> int:
+        """Length of the longest sequence that fits, as transformers before 5.24 calls it."""
+        return self.paged.max_seq_len
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Return the length of the longest sequence that fits, as transformers before 5.24 calls it."""
+        return self.paged.max_seq_len
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in the cache, -1 if it is empty."""
+        return self._record.rows or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """True: a paged cache is allocated when it is made."""
+        return True
+
+    def early_initialization(self, batch_size: int, *shape: Any, **options: Any) -> None:
+        """Check that `batch_size` sequences fit. Raises E204; the caches are allocated."""
+        self.check_fits(batch_size, 0)
+
+    @property
+    def _record(self) -> PagedCache:
+        """The cache that has the host's record."""
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return self.paged.nbytes
+
+    def _unsupported(self, what: str, *, why: str = "sequences keep their pages", fix: str = "") -> NoReturn:
+        fail("E208", got=what, why=why, fix=fix or "use greedy search or sampling")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._unsupported("beam search (reorder_cache)")
+
+    def crop(self, max_length: int) -> None:
+        self._unsupported(
+            f"crop({max_length})",
+            why="a step that is taken back has overwritten the states of open compression groups",
+            fix="call reset() and prefill again, or keep a cache for each branch; assisted decoding is unsupported",
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._unsupported("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._unsupported("batch_select_indices")
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._unsupported("cache.update from an attention layer that is not converted")
+
+    def __copy__(self) -> NoReturn:
+        """Raise E432: two records of one memory would each go on in the other's sequences."""
+        fail("E432", got=f"copy.copy of a {type(self).__name__}", fix="use copy.deepcopy, or hf.new_cache(model)")
+
+    def __repr__(self) -> str:
+        paged = self.paged
+        return (
+            f"PagedCache({paged.max_batch_size} x {paged.max_seq_len} tokens, {paged.cache_format.kv}, "
+            f"{self.nbytes / 2**20:.1f} MiB)"
+        )
+
+
+_OF_CACHE_LAYERS = (
+    *("get_mask_sizes", "offload", "prefetch", "activate_past_recording", "has_previous_state", "update_indexer"),
+    *("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"),
+)
+"""Methods of transformers' caches that a paged cache cannot have, because its layers are no layers of transformers."""
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: PagedCache, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise E208."""
+        self._unsupported(
+            f"cache.{name}", why="its layers are pages, which ops of this package read", fix="leave it out"
+        )
+
+    return refuse
+
+
+for _name in _OF_CACHE_LAYERS:
+    setattr(PagedCache, _name, _refusal(_name))
+
+
+class CacheHandle(PagedCache):
+    """The cache of one call: what a forward without a cache returns.
+
+    It shares the model's cache until a later call takes that cache, from when on it is stale and raises E208.
+    """
+
+    def __init__(self, cache: PagedCache, holder: object | None = None) -> None:
+        self.cache = cache
+        self.entered, self.thread = False, 0
+        self.generation = cache.generation
+        self.holder = holder
+        self.paged, self.layers = cache.paged, cache.layers
+        self.seq_lens, self.columns = cache.seq_lens, cache.columns
+
+    @property
+    def _record(self) -> PagedCache:
+        return self.cache
+
+    @property
+    def stale(self) -> bool:
+        """Whether another call has taken the cache since."""
+        return self.generation != self.cache.generation
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns appended to this call's sequences. Raises E208 if the handle is stale."""
+        check(not self.stale, "E208", got=f"a stale {CACHE_NAME}", why=STALE, fix=OWN_CACHE)
+        return super().get_seq_length(layer_idx)
+
+    def reset(self) -> None:
+        """Remove all sequences from the cache, and make this handle its current one."""
+        self.cache.reset()
+        self.generation = self.cache.generation
+
+
+RESIZE = (
+    f"for more sequences pass {CACHE_NAME}=dsv4_compile.hf.new_cache(model, max_batch_size=...); for longer ones "
+    "dsv4_compile.hf.convert(dsv4_compile.hf.revert(model), max_batch_size=..., max_seq_len=...), or load the model so"
+)
+"""Advice for a batch that does not fit."""
+STALE = f"a later call without {CACHE_NAME} has taken the model's cache"
+OWN_CACHE = f"pass {CACHE_NAME}=dsv4_compile.hf.new_cache(model), one for each conversation"
+
+
+def given_cache(arguments: dict[str, Any]) -> Any:
+    """Remove the cache from the arguments of a call, under any name that transformers gave it; return it or None.
+
+    Raises E208 for two.
+    """
+    given = [cache for cache in (arguments.pop(name, None) for name in CACHE_NAMES) if cache is not None]
+    if len(given) > 1:
+        fail("E208", got=" and ".join(CACHE_NAMES), why="both mean the cache", fix=f"pass {CACHE_NAME}")
+    return given[0] if given else None

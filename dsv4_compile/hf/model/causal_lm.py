@@ -1,0 +1,395 @@
+"""Subclasses of Hugging Face's DeepSeek-V4 classes with a compilable forward, which `convert` swaps in.
+
+They add and rename no parameters: `state_dict`, `save_pretrained` and weight updates see the original model.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from ...cache import LayerCache
+from ...errors import check, fail
+from ...metadata import AttentionMetadata
+from ...runtime.repeated_layers import begin_layer, end_layer, marks_are_written_out, repeat_layer
+from ...sizes import check_optional_size
+from .._compat import why_not_saved
+from .cache import CACHE_NAME, RESIZE, PagedCache, given_cache
+from .call_checks import NO_WEIGHTS, RECORDED, WHY_NOT_WHOLE, EnteredOnHost, held_by, refuse_uncalled
+from .generate_call import check_prompt, generating, is_undisturbed, take_own
+from .layer_kinds import SHARED, block_tables_of, later_layers, repeated_in, repeats_of, tensors_of_cache, without_rows
+from .layers import CompilableHead
+from .model_snapshot import Snapshot
+from .redundant_guards import REPEATS, STATE, TENSORS, named
+from .token_inputs import check_autocast, kept, mark_dynamic_tokens
+from .unchanged_block import has_block
+
+hf: Any = modeling_deepseek_v4
+"""Module of transformers, untyped because its submodules have the type `Tensor | Module`."""
+
+_log = logging.getLogger("dsv4_compile.hf")
+_ADOPTING = threading.Lock()
+"""Held by the thread that lets a model run with changed parameters."""
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
+
+
+def _model_forward(forward: _Forward) -> _Forward:
+    """Decorate `forward` as transformers decorates a whole model: defaults from the config, and recorded outputs."""
+    wrapped: Any = merge_with_config_defaults(capture_outputs(torch.no_grad()(forward)))
+    return wrapped
+
+
+def _is_custom_code(cls: type) -> bool:
+    """Return that transformers knows the model: `save_pretrained` then writes the names that checkpoints have."""
+    return False
+
+
+class CompilableAttention(hf.DeepseekV4Attention):
+    """Attention module that runs a `dsv4_compile.DeepseekV4Attention`, which shares its parameters."""
+
+    def forward(
+        self, hidden_states: Tensor, *, metadata: AttentionMetadata, caches: Sequence[LayerCache], **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Return the attention of `hidden_states` `[B, S, hidden]` in that shape, and no attention weights."""
+        check_autocast(hidden_states)
+        flat = hidden_states.flatten(0, 1)
+        out = self.dsv4(flat, metadata, caches[self.layer_idx])
+        return out.view_as(hidden_states), None
+
+    def release(self) -> None:
+        """Move the parameters out of the matrices that they are rows of."""
+        ours = vars(self).get("dsv4")
+        if ours is not None:
+            ours.release()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompilableAttention:
+        """Convert the parameters and stack them again."""
+        super()._apply(fn, recurse)
+        self.dsv4.arrange()
+        self.dsv4_weights.settle()
+        return self
+
+
+class CompilableNorm(hf.DeepseekV4RMSNorm):
+    """RMSNorm that returns the dtype of its input.
+
+    transformers 5.17 returns the dtype of the weight, float32, which bfloat16 linears do not accept.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise `[..., hidden]` and return the same shape and dtype."""
+        normed: Tensor = super().forward(hidden_states)
+        return normed.to(hidden_states.dtype)
+
+
+class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
+    """Decoder stack that builds metadata once per step from lengths on the device, without masks or Python counters."""
+
+    is_custom_code: Any = classmethod(_is_custom_code)
+
+    def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
+        """Return this model and what allocates a cache for it."""
+        return self, partial(cache_like, self)
+
+    def adopt(self) -> None:
+        """Let the model run with the parameters that its modules have now.
+
+        Raises E207 or E208 for parameters, modules or settings that it cannot run with.
+        """
+        before = self.dsv4_snapshot
+        if self.is_unchanged():
+            return
+        with _ADOPTING:  # two threads would stack the same weights twice
+            if self.dsv4_snapshot is not before and self.is_unchanged():
+                return
+            try:
+                self.compare()
+                snapshot = Snapshot(self)
+            except BaseException:
+                # In __dict__, where nn.Module does not look at what it is given.
+                self.__dict__["dsv4_snapshot"] = None
+                raise
+            read = without_rows(snapshot.named)
+            repeats = repeats_of(self, read)
+            # Graphs of one state take tensors of the same layers from their callers.
+            state = {STATE: named((snapshot.state, *repeats)), TENSORS: read, REPEATS: repeats}
+            repeated = repeated_in(repeats, read)
+            self.__dict__.update({"dsv4_snapshot": snapshot, "dsv4_repeated": repeated, **state})
+
+    def is_unchanged(self) -> bool:
+        """Return whether nothing that `adopt` reads has changed since it last did."""
+        snapshot = self.dsv4_snapshot
+        return snapshot is not None and snapshot.holds()
+
+    def compare(self) -> None:
+        """Do what `adopt` does where something may have changed."""
+        self.dsv4_settings.check_layers()
+        self.dsv4_settings.check()
+        for layer in self.layers:
+            layer.self_attn.dsv4_weights.adopt()
+        if self.dsv4_read is not None:
+            self.dsv4_read.adopt()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: PagedCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        *,
+        past_key_values: PagedCache | None = None,
+        **kwargs: Any,
+    ) -> MoeModelOutputWithPast:
+        """Append `input_ids` `[B, S]` to the sequences of `cache`, or `past_key_values`, and run them through layers.
+
+        A call of the model passes `call_checks.enter`, which gives a call without a cache one and checks the others.
+        `attention_mask` `[B, >= S]` marks tokens in its last S columns. Positions follow from the cache.
+        """
+        assert input_ids is not None
+        rows, columns = input_ids.shape
+        keep = None if attention_mask is None else kept(attention_mask, columns)
+        options = {"cache": past_key_values if cache is None else cache, "use_cache": use_cache, **kwargs}
+        if keep is None or columns == 1:
+            return self.forward_neighbours(input_ids, keep, **options)
+        # Kernels that pool find a sequence's earlier tokens in the rows before: its tokens go to the last columns.
+        padding = (~keep).sum(dim=1, keepdim=True)
+        places = torch.where(keep, padding + keep.cumsum(dim=1), (~keep).cumsum(dim=1)) - 1
+        ids = torch.empty_like(input_ids).scatter(1, places, input_ids)
+        result = self.forward_neighbours(ids, torch.arange(columns, device=ids.device) >= padding, **options)
+        row = torch.arange(rows, device=ids.device)[:, None]
+        if isinstance(result, tuple):  # return_dict=False
+            return _restored(result, row, places)
+        return type(result)(**{name: _restored(value, row, places) for name, value in result.items()})
+
+    @_model_forward
+    def forward_neighbours(
+        self, input_ids: Tensor, keep: Tensor | None, *, cache: PagedCache | None = None, **kwargs: Any
+    ) -> MoeModelOutputWithPast:
+        """Run `forward` for columns of which those in `keep`, bool `[B, S]`, are neighbours in each row."""
+        if cache is None or not cache.entered:
+            refuse_uncalled()
+        check_autocast(input_ids)
+        if torch.compiler.is_dynamo_compiling():
+            # Guarded in place of modules and settings; parameters that were read here have a short way to the graph.
+            check(bool(self.dsv4_state and cache.dsv4_state), "E208", got="a forward before a call")
+            repeats = self.dsv4_repeats if marks_are_written_out() else ()
+            elsewhere = tuple(f"layers.{i}." for i in later_layers(repeats))
+            for tensors in (self.dsv4_parameters, cache.dsv4_parameters):
+                _ = [tensors[name].ndim for name in tensors if not name.startswith(elsewhere)]
+        else:
+            repeats = ()
+        rows, columns = input_ids.shape
+        metadata = cache.begin_step(rows, columns, keep)
+        shared = block_tables_of(metadata) if repeats else ()
+        hidden_states = self.run_layers(input_ids, metadata, cache.paged.layers, repeats, shared, **kwargs)
+        results: dict[str, Any] = {"last_hidden_state": hidden_states, CACHE_NAME: cache}
+        return MoeModelOutputWithPast(**results)
+
+    def run_layers(
+        self,
+        input_ids: Tensor,
+        metadata: AttentionMetadata,
+        caches: Sequence[LayerCache],
+        repeats: Sequence[str] = (),
+        shared: Sequence[Tensor] = (),
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the normed hidden states `[B, S, hidden]` of `input_ids` `[B, S]`, the tokens of `metadata`.
+
+        With `repeats`, see `layer_kinds.repeats_of`, a trace has one layer of each kind and marks for the others.
+        `shared` are the inputs of the trace that all layers read.
+        """
+        if not torch.compiler.is_dynamo_compiling():
+            repeats = ()  # between graphs, where Dynamo found a graph break in a layer
+        embeds = self.embed_tokens(input_ids)
+        hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
+        for i, layer in enumerate(self.layers):
+            words = repeats[i].split() if repeats else []
+            if words and int(words[0]) < i:
+                hidden_states = repeat_layer(hidden_states, i, int(words[0]))
+                continue
+            if words:
+                own = [self.dsv4_parameters[name] for name in words[1:] if not name.startswith(SHARED)]
+                others = [self.dsv4_parameters[name[1:]] for name in words[1:] if name.startswith(SHARED)]
+                read = [input_ids, *shared, *others]
+                hidden_states = begin_layer(hidden_states, own, tensors_of_cache(caches[i]), read, i)
+            hidden_states = layer(hidden_states, input_ids=input_ids, metadata=metadata, caches=caches, **kwargs)
+            if words:
+                hidden_states = end_layer(hidden_states, i)
+        head = self.hc_head
+        whole = isinstance(head, CompilableHead)
+        normed: Tensor = head(hidden_states, self.norm) if whole else self.norm(head(hidden_states))
+        return normed
+
+
+def _restored(value: Any, row: Tensor, places: Tensor) -> Any:
+    """Return outputs with the column from `places` `[B, S]` in each column; what has none is returned as it is."""
+    if isinstance(value, tuple):
+        return tuple(_restored(each, row, places) for each in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() > 2:
+        return value[row, places]
+    return torch.unflatten(value, 0, places.shape)[row, places].flatten(0, 1)
+
+
+def cache_like(
+    model: Any,
+    max_batch_size: int | None = None,
+    max_seq_len: int | None = None,
+    max_step_tokens: int | None = None,
+) -> PagedCache:
+    """Allocate a cache like that of `model`, a `CompilableModel`, with other capacities if they are given."""
+    own: PagedCache = model.dsv4_cache
+    limit = own.paged.max_seq_len
+    rows = check_optional_size("max_batch_size", max_batch_size) or own.paged.max_batch_size
+    length = check_optional_size("max_seq_len", max_seq_len) or own.paged.max_seq_len
+    step_tokens = check_optional_size("max_step_tokens", max_step_tokens) or own.paged.max_step_tokens
+    check(length <= limit, "E204", got=f"max_seq_len={length}", why=f"the model was converted for {limit}", fix=RESIZE)
+    return PagedCache(
+        own.paged.config,
+        max_batch_size=rows,
+        max_seq_len=length,
+        cache_format=own.paged.cache_format,
+        max_step_tokens=step_tokens,
+        device=own.seq_lens.device,
+    )
+
+
+class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
+    """Language model whose `generate` uses the paged cache and marks dynamic dims, so that nothing recompiles."""
+
+    # Dynamo must not trace the checks of a wrapper from torch.compile(model), but compile what they call.
+    __call__ = torch.compiler.disable(EnteredOnHost.__call__, recursive=False, reason=WHY_NOT_WHOLE)
+
+    is_custom_code: Any = classmethod(_is_custom_code)
+
+    def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
+        """Return the decoder stack and what allocates a cache for it."""
+        return self.model.entered_model()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `transformers.GenerationMixin.generate`, with one warning if the model is not compiled in place."""
+        if (
+            self._compiled_call_impl is None
+            and "forward" not in self.__dict__
+            and not self.__dict__.get("_dsv4_warned")
+        ):
+            self.__dict__["_dsv4_warned"] = True
+            _log.warning(
+                "generate() is running this converted model without torch.compile. "
+                'Compile it in place: model.compile(fullgraph=True, backend="dsv4"). '
+                "A wrapper from torch.compile(model) is not used by generate()."
+            )
+        cache = given_cache(kwargs)
+        if cache is not None:
+            kwargs[CACHE_NAME] = cache
+        held = None if cache is None else held_by(self.model, cache)
+        check_prompt(args, kwargs, held, self.generation_config)
+        with generating(not has_block(self.model) and is_undisturbed(self, args, kwargs)):
+            return super().generate(*args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise E208: `hf.RunningBatch` is the continuous batching of a converted model."""
+        fail(
+            "E208",
+            got="transformers' continuous batching",
+            why="it pages keys and values of whole layers, and a converted model has caches of its own",
+            fix="use dsv4_compile.hf.RunningBatch(model, slots=...), or pass a padded batch to generate",
+        )
+
+    continuous_batching_context_manager = generate_batch = init_continuous_batching
+
+    def save_pretrained(
+        self, save_directory: Any, *args: Any, save_original_format: bool = True, **kwargs: Any
+    ) -> None:
+        """Write the model as transformers does, under the names that checkpoints have.
+
+        Raises E208 for quantised experts with `save_original_format=False`, and with a transformers that loses scales.
+        """
+        why = why_not_saved(self, save_original_format)
+        fix = "leave save_original_format unset, with the newest transformers; or load(..., dequantize=True)"
+        check(not why, "E208", got="save_pretrained of a model with quantised experts", why=why, fix=fix)
+        super().save_pretrained(save_directory, *args, save_original_format=save_original_format, **kwargs)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        check(
+            generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+            "E208",
+            got=f"generation mode {generation_mode.value}",
+            fix="use greedy search or sampling (num_beams=1, no assistant model)",
+        )
+        check(
+            generation_config.cache_implementation is None,
+            "E208",
+            got=f"cache_implementation={generation_config.cache_implementation!r}",
+            why="a converted model has its own static cache",
+            fix="leave cache_implementation unset",
+        )
+        check(generation_config.use_cache is not False, "E208", got="use_cache=False", fix="leave use_cache unset")
+        check(not generation_config.output_attentions, "E208", got="output_attentions=True", why=NO_WEIGHTS)
+        mask = model_kwargs.get("attention_mask")
+        check(
+            mask is None or mask.dim() != 2 or bool((mask[:, -1] != 0).all()),
+            "E208",
+            got="prompts that end in padding",
+            why="the first new token would follow from a padding token",
+            fix='pad prompts on the left: tokenizer.padding_side = "left"',
+        )
+        rows = batch_size * generation_config.num_return_sequences
+        cache = model_kwargs.get(CACHE_NAME)
+        if cache is None:
+            self.model.dsv4_cache.check_fits(rows, max_cache_length)
+            model_kwargs[CACHE_NAME] = take_own(*self.entered_model(), hold=True)
+        else:
+            held_by(self.model, cache).check_fits(rows, max_cache_length)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        cache: PagedCache | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the new columns and their mask, and nothing that depends on the step, so that one graph serves all."""
+        if next_sequence_length is not None:
+            input_ids = input_ids[:, -next_sequence_length:]
+        # Contiguous copies, because a slice of one column has other strides, and graphs guard on strides.
+        input_ids = input_ids.clone(memory_format=torch.contiguous_format)
+        # Always a mask: transformers makes one only if there is padding, and None would be another graph.
+        recent = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+        recent = recent.clone(memory_format=torch.contiguous_format)
+        inputs: dict[str, Any] = {
+            "input_ids": mark_dynamic_tokens(input_ids),
+            "attention_mask": mark_dynamic_tokens(recent),
+            CACHE_NAME: given_cache({"cache": cache, **kwargs}),
+        }
+        forwarded = ("use_cache", "logits_to_keep", *RECORDED)
+        inputs.update({name: kwargs[name] for name in forwarded if kwargs.get(name) is not None})
+        return inputs
+
+
+# save_pretrained writes the name of the class as the architecture, and pipelines look it up.
+CompilableForCausalLM.__name__ = hf.DeepseekV4ForCausalLM.__name__

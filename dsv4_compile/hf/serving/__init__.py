@@ -1,0 +1,1 @@
+"""Continuous batching of a converted model: requests, steps, sampling."""

@@ -1,0 +1,217 @@
+"""Steps of a `RunningBatch` on its device: a converted model with its cache, buffers, graphs and chosen tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import check, error, fail
+from ...metadata import MetadataBuffers
+from ...ops.common.define import OPS
+from ...options import Options
+from ...runtime import Statistics, mark_static_inputs, padded_buckets
+from ...runtime.addresses import AddressCheck, named_tensors
+from ...runtime.repeated_layers import writes_out
+from ...sizes import shown
+from ..model.call_checks import check_call
+from ..model.causal_lm import CompilableForCausalLM, cache_like
+from ..model.unchanged_block import has_block
+from .requests import Progress
+from .running_steps import DecodeTokens, Part, PrefillTokens, with_repeated
+from .sampling import COLUMNS, choose_tokens, likeliest_tokens
+
+Slots = Sequence[Progress | None]
+"""Request in each slot of the cache."""
+
+
+def _compiler(backend: Any, options: Any) -> tuple[Any, dict[str, Any] | None]:
+    """Return the function of a backend's name, None without one, and its options. Raises E301 for unknown ones."""
+    from ..._compat import lookup_backend
+
+    fix = 'pass "dsv4", the name of a backend that torch.compile knows, or None'
+    check(options is None or isinstance(options, Mapping), "E301", got=f"options={shown(options)}", fix="pass a dict")
+    if backend is None:
+        check(not options, "E301", got=f"options={shown(options)} without a backend", fix='add backend="dsv4"')
+        return None, None
+    check(isinstance(backend, str) or callable(backend), "E301", got=f"backend={shown(backend)}", fix=fix)
+    try:
+        compiler = lookup_backend(backend)
+    except Exception as fault:
+        raise error("E301", got=f"backend={shown(backend)}", why=str(fault).splitlines()[0], fix=fix) from fault
+    if backend == "dsv4":
+        Options.parse(None, options, ops=OPS)
+    return compiler, None if options is None else dict(options)
+
+
+class RunningModel:
+    """Prefills and decodes requests in slots of a paged cache, see `RunningBatch` for the arguments."""
+
+    def __init__(
+        self,
+        model: Any,
+        slots: int,
+        max_seq_len: int | None,
+        prefill_chunk: int,
+        backend: str | None,
+        options: Mapping[str, Any] | None,
+        graphs: str,
+    ) -> None:
+        self.model, self.vocab_size = model, model.config.vocab_size
+        paged = cache_like(model.model, slots, max_seq_len, prefill_chunk).paged
+        self.max_seq_len, self.prefill_chunk = paged.max_seq_len, min(prefill_chunk, slots * paged.max_seq_len)
+        self.caches = paged.layers
+        device = model.model.dsv4_cache.seq_lens.device
+        self._buffers = MetadataBuffers(
+            max_num_batched_tokens=max(slots, self.prefill_chunk),
+            max_num_seqs=slots,
+            max_model_len=paged.max_seq_len,
+            window=paged.config.sliding_window,
+            ratios=paged.config.compressed_ratios,
+            block_tables=paged.block_tables,
+            device=device,
+        )
+        self.graphs = ("cuda" if device.type == "cuda" else "off") if graphs == "auto" else graphs
+        mark_static_inputs(named_tensors(self.caches, "caches"))
+        compiler, compile_options = _compiler(backend, options)
+
+        def part(step: nn.Module, buckets: Collection[int]) -> Part:
+            run: Any = step
+            if backend is not None:
+                run = torch.compile(step, fullgraph=True, dynamic=True, backend=backend, options=compile_options)
+            if repeats:
+                run = with_repeated(run, model, self.caches)
+            return Part(run, self._buffers, self.caches, buckets, self.graphs)
+
+        # A graph reads tensors of repeated layers where `adopt` has put them.
+        repeats = backend is not None and writes_out(compiler, options)
+        self._adopts = repeats and self.graphs == "off"
+        self._decode = part(DecodeTokens(model), padded_buckets(slots))
+        self._prefill = part(PrefillTokens(model), {max(2, self.prefill_chunk // 4), self.prefill_chunk})
+        self._weights: AddressCheck | None = None
+        self._checked: Any = None
+        self._device, self._cache = device, model.model.dsv4_cache
+        self._ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+        self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Captures and replays of both kinds of steps; all zero without graphs."""
+        parts = [part.runner.statistics for part in (self._prefill, self._decode) if part.runner is not None]
+        return Statistics(*(sum(getattr(each, name) for each in parts) for name in Statistics.__slots__))
+
+    def check(self) -> None:
+        """Raise E208 unless the model is still the converted one, and is called as it can run."""
+        model = self.model
+        same = isinstance(model, CompilableForCausalLM) and model.model.__dict__.get("dsv4_cache") is self._cache
+        if not same:
+            fail("E208", got="a model that was reverted, or converted again", fix="make another RunningBatch")
+        for module in (model, model.model):
+            if addition := _passed_over(module):
+                fail(
+                    "E208",
+                    got=f"a {type(module).__name__} with {addition}",
+                    why="a running batch calls the layers and lm_head",
+                    fix="remove it, or put it on a layer, model.model.embed_tokens or model.lm_head",
+                )
+        check_call(model.model, {"input_ids": self._ids})
+
+    def prepare_join(self) -> None:
+        """Read weights that have changed; capture the graphs once. Raises E421 for weights that they read elsewhere."""
+        self._adopt()
+        if self.graphs != "off":
+            self._check_captured_weights()
+
+    def prepare_step(self) -> None:
+        """Read weights where each step's graphs take them anew."""
+        if self._adopts:
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Read weights that have changed, unless a block of `hf.unchanged` says that none has."""
+        if not has_block(self.model.model):
+            self.model.model.adopt()
+
+    def _check_captured_weights(self) -> None:
+        """Capture the graphs before the first request; raise E421 for a parameter that has moved since."""
+        if self._weights is None:
+            for part in (self._prefill, self._decode):
+                assert part.runner is not None
+                if not part.runner.sealed:
+                    part.runner.warm_up()
+            self._weights = AddressCheck(lambda: named_tensors(self.model, "model"), self._device)
+        # A snapshot is of the layers, and another one after a change. The check holds the tensors, so ids are theirs.
+        head = [(id(tensor), tensor.data_ptr()) for tensor in named_tensors(self.model.lm_head, "lm_head").values()]
+        now = self.model.model.dsv4_snapshot, head
+        if now != self._checked:
+            self._weights.check("the graphs of a RunningBatch")
+            self._checked = now
+
+    def prefill(self, slots: Slots) -> list[Progress]:
+        """Prefill a chunk of tokens, first come first; return the requests whose prompts are complete, by slot."""
+        room, parts = self.prefill_chunk, {}
+        served = [progress for progress in slots if progress is not None]
+        for progress in sorted(served, key=lambda progress: progress.number):
+            if progress.state == "prefill" and room:
+                parts[progress] = progress.prompt[progress.cached : progress.cached + room]
+                room -= len(parts[progress])
+        if not parts:
+            return []
+        for progress, tokens in parts.items():
+            progress.cached += len(tokens)
+        ends: list[int] = []
+        done: list[Progress] = []
+        count = 0
+        for progress in (progress for progress in served if progress in parts):
+            count += len(parts[progress])
+            if progress.cached == len(progress.prompt):
+                progress.state = "decode"
+                ends.append(count - 1)
+                done.append(progress)
+        hidden, (rows, places) = _run(self._prefill, slots, parts, ends, _slots_of(done, slots))
+        if done:
+            logits = self.model.lm_head(hidden[rows])
+            self._choose(logits, likeliest_tokens(logits), done, places, self._prefill)
+        return done
+
+    def decode(self, slots: Slots, decoding: list[Progress]) -> None:
+        """Decode one token of each of `decoding`, which are in the order of their slots."""
+        for progress in decoding:
+            progress.cached += 1
+        parts = {progress: progress.tokens[-1:] for progress in decoding}
+        (likeliest, logits), (places,) = _run(self._decode, slots, parts, _slots_of(decoding, slots))
+        count = len(decoding)
+        self._choose(logits[:count], likeliest[:count], decoding, places, self._decode)
+
+    def chosen(self) -> list[int]:
+        """Return the last token that was chosen in each slot, NO_TOKEN for none. Waits for the device."""
+        return self._chosen.tolist()
+
+    def _choose(self, logits: Tensor, likeliest: Tensor, served: list[Progress], places: Tensor, part: Part) -> None:
+        """Set the chosen token of each of `served`, in slots `places`: logits `[N, vocab]`, likeliest tokens `[N]`."""
+        if not all(progress.sampling.greedy for progress in served):
+            (numbers,) = part.floats.send([number for progress in served for number in progress.sampling.draw()])
+            likeliest = choose_tokens(logits, numbers.view(-1, COLUMNS), likeliest)
+        self._chosen.index_copy_(0, places, likeliest)
+
+
+def _passed_over(module: nn.Module) -> str:
+    """Return what a caller has added to the call of `module` and a running batch would not run, or ""."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "forward hooks"
+    forward: Any = vars(module).get("forward")
+    compiled: Any = getattr(forward, "_torchdynamo_orig_callable", forward)  # torch.compile(model.forward)
+    replaced = forward is not None and getattr(compiled, "__func__", None) is not type(module).forward
+    return "a forward of its own" if replaced else ""
+
+
+def _run(part: Part, slots: Slots, tokens: Mapping[Progress, list[int]], *places: list[int]) -> tuple[Any, Any]:
+    by_slot = [tokens.get(progress, []) if progress else [] for progress in slots]
+    lengths = [progress.cached if progress and progress in tokens else 0 for progress in slots]
+    return part.run(by_slot, lengths, places)
+
+
+def _slots_of(served: list[Progress], slots: Slots) -> list[int]:
+    return [slot for slot, progress in enumerate(slots) if progress in served]
