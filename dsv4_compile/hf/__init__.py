@@ -5,6 +5,9 @@ from __future__ import annotations
 from ..errors import needs
 
 with needs("hf", "dsv4_compile.hf"):
+    # First: a failed import leaves subpackages in sys.modules, and a second one would not name what is missing.
+    import transformers.models.deepseek_v4.modeling_deepseek_v4  # noqa: F401
+
     from .loading.load import load
     from .model.cache import PagedCache
     from .model.convert import convert, new_cache, revert
