@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -37,8 +37,6 @@ TARGETS: dict[str, GPUTarget] = {
 """The GPUs that tests compile code for."""
 WAIT = "griddepcontrol.wait"
 """PTX instruction that makes a kernel with PDL wait for the previous one."""
-SCOREBOARDS = 6
-"""Scoreboards of a warp on NVIDIA GPUs; instructions wait on them for results of variable latency."""
 
 
 class _Utils:
@@ -178,44 +176,9 @@ def resources(compiled: Any) -> dict[str, int]:
 
 
 def instructions(compiled: Any) -> list[str]:
-    """Return the SASS of a kernel compiled for NVIDIA, as `nvdisasm` writes it, without addresses."""
-    return [line.text for line in source_lines(compiled) if not line.text.endswith(":")]
-
-
-class SourceLine(NamedTuple):
-    """An instruction of a kernel compiled for NVIDIA, or a label between them, ".L_x_1:".
-
-    Attributes:
-        text: as `nvdisasm` writes it, without the address.
-        place: where in the source it is from: "norm.py:26".
-        sets: the scoreboard that says when its results are there, 0 to 5, None where they take a known time.
-        waits: scoreboards that it waits for before it is issued.
-    """
-
-    text: str
-    place: str
-    sets: int | None = None
-    waits: tuple[int, ...] = ()
-
-
-def source_lines(compiled: Any) -> list[SourceLine]:
-    """Return `instructions` and the labels between them, with source lines and scoreboards."""
-    output = _output_of(compiled, triton.knobs.nvidia.nvdisasm.path, "-c", "-g", "-hex")
-    lines, location, text = [], "", ""
-    for line in output.splitlines():
-        if source := re.match(r'\s*//## File "[^"]*?([^"/]+)", line (\d+)', line):
-            location = f"{source[1]}:{source[2]}"
-        elif label := re.match(r"\s*(\.L_\w+:)", line):
-            lines.append(SourceLine(label[1], location))
-        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-            text = instruction[1].replace("`", "")
-        elif control := re.match(r"\s*/\* 0x([0-9a-f]{16}) \*/", line):
-            # The second word of an instruction, on a separate line.
-            bits = int(control[1], 16)
-            written, awaited = bits >> 46 & 7, bits >> 52 & 63
-            waits = tuple(number for number in range(SCOREBOARDS) if awaited >> number & 1)
-            lines.append(SourceLine(text, location, written if written < SCOREBOARDS else None, waits))
-    return lines
+    """Return the SASS of a kernel compiled for NVIDIA, as `nvdisasm` writes it, without addresses and labels."""
+    output = _output_of(compiled, triton.knobs.nvidia.nvdisasm.path, "-c")
+    return [code.replace("`", "") for code in re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", output, re.MULTILINE)]
 
 
 def _output_of(compiled: Any, *command: str) -> str:

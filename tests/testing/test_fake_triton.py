@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -39,17 +38,11 @@ def _double_kernel(p_out, p_x):
     tl.store(p_out, tl.load(p_x) * 2)
 
 
-def test_what_uses_a_result_waits_for_the_scoreboard_that_its_load_sets() -> None:
+def test_instructions_are_code_without_labels_and_addresses() -> None:
     x = torch.zeros(1)
     with fake_triton.compiled_for(fake_triton.HOPPER) as compiled:
         _double_kernel[(1,)](x, x)
-    lines = fake_triton.source_lines(compiled[0])
-    load = next(index for index, line in enumerate(lines) if line.text.startswith("LDG"))
-    register = lines[load].text.split()[1].rstrip(",")
-    used = next(index for index in range(load + 1, len(lines)) if register in re.findall(r"R\d+", lines[index].text))
-    assert lines[load].place.startswith("test_fake_triton.py:")
-    assert lines[load].sets is not None and lines[load].sets in lines[used].waits
-    assert not any(lines[load].sets in line.waits for line in lines[load + 1 : used])
-    # What is added takes a known time, and sets none.
-    assert [line.sets for line in lines if line.text.startswith("FADD")] == [None]
-    assert [line.text for line in lines if not line.text.endswith(":")] == fake_triton.instructions(compiled[0])
+    code = fake_triton.instructions(compiled[0])
+    for name in ("LDG.E", "FADD", "STG.E", "EXIT"):
+        assert any(name in line for line in code), name
+    assert not any(line.startswith((".", "/")) or line.endswith((":", ";")) for line in code)

@@ -17,7 +17,7 @@ from dsv4_compile.kernels.attention.common import NOT_FUSED, DecodeCall, FusedPa
 from dsv4_compile.testing import strided
 from tests.kernels.gpus import GPUS, shared_out
 from tests.kernels.handed_over import handed_over
-from tests.support import fake_triton
+from tests.support.fake_triton import instructions
 from tests.tools.compiled_facts import compiled_for
 
 SM90 = GPUS["sm_90"][0]
@@ -53,7 +53,7 @@ def make_call(
 
 def size_of(compiled: Any) -> int:
     """Return the number of instructions of a compiled kernel."""
-    return len(fake_triton.instructions(compiled))
+    return len(instructions(compiled))
 
 
 CALLS: dict[str, tuple[int, str, torch.dtype, str, int]] = {

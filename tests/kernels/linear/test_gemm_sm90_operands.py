@@ -19,7 +19,7 @@ from tests.simulator import gluon as simulated_gluon
 from tests.simulator import ptx as simulated_ptx
 from tests.simulator.products import GPU, simulated_products
 from tests.simulator.values import Value
-from tests.support import fake_triton
+from tests.support.fake_triton import instructions
 from tests.tools.compiled_facts import compiled_for
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -81,7 +81,7 @@ def test_an_instruction_that_is_not_simulated_raises() -> None:
 
 def order_of(compiled: Any) -> tuple[list[int], int, int]:
     """Numbers of a compiled kernel's loads, of its first use of one, and of its first store after one."""
-    names = fake_triton.instructions(compiled)
+    names = instructions(compiled)
     started = [place for place, name in enumerate(names) if "LDG.E.128" in name]
     used = next(place for place, name in enumerate(names) if ".U16x2" in name)
     return started, used, next(place for place, name in enumerate(names) if "STS" in name and place > started[0])
