@@ -19,11 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from dsv4_compile import bench, hf, progress
-from dsv4_compile.bench import decode_step
-from dsv4_compile.bench.record import environment, now, write_json
-from dsv4_compile.bench.split_model import (
+from split_model import (
     STEPS,
     captures,
     configuration,
@@ -32,6 +28,10 @@ from dsv4_compile.bench.split_model import (
     step_figures,
     weights_read,
 )
+
+from dsv4_compile import bench, hf, progress
+from dsv4_compile.bench import decode_step
+from dsv4_compile.bench.record import environment, now, write_json
 from dsv4_compile.bench.table import align
 from dsv4_compile.bench.timing import copy_rate
 from dsv4_compile.config import DeepseekV4Config

@@ -20,11 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-
-from dsv4_compile import hf
-from dsv4_compile.bench.record import environment, write_json
-from dsv4_compile.bench.split_model import (
+from split_model import (
     STEPS,
     captures,
     configuration,
@@ -33,6 +29,10 @@ from dsv4_compile.bench.split_model import (
     step_figures,
     weights_read,
 )
+from torch.distributed.device_mesh import init_device_mesh
+
+from dsv4_compile import hf
+from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.hf.model.causal_lm import cache_like
 from dsv4_compile.hf.tiny import quiet_libraries, random_model
 from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, gather_objects

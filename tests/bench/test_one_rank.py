@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import runpy
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from dsv4_compile.bench import decode_layers, nodes, split_model
+from dsv4_compile.bench import decode_layers, nodes
 from dsv4_compile.parallel import Ranks
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "benchmarks" / "one_rank.py"
@@ -21,7 +22,14 @@ TRIAL = ["--tiny", "--eager"]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def split_model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return the module of the scripts that split a model."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module("split_model")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, split_model: ModuleType) -> dict[str, Any]:
     """Return the names of the script, with few steps."""
     monkeypatch.setattr(split_model, "STEPS", 1)
     return runpy.run_path(str(SCRIPT))
@@ -112,7 +120,7 @@ def test_shares_of_one_rank_are_compared_with_their_bounds(script: dict[str, Any
     assert script["verdicts"](rows) == ["SWA, 8 ranks, batch 32: 0.56 of one rank, above 0.55"]
 
 
-def test_a_rank_reads_the_experts_that_its_tokens_touch_and_a_row_a_token() -> None:
+def test_a_rank_reads_the_experts_that_its_tokens_touch_and_a_row_a_token(split_model: ModuleType) -> None:
     config = split_model.configuration(1, True, n_routed_experts=4, num_experts_per_tok=1)
     nbytes = {"model.embed_tokens.weight": 10**9, "lm_head.weight": 10**9, "layer.mlp.experts.down_proj": 4 * 10**9}
     assert [split_model.weights_read(config, batch, nbytes) for batch in (1, 2, 10**6)] == [2.0, 2.75, 5.0]

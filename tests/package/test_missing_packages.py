@@ -97,7 +97,7 @@ def test_transformers_is_named_with_its_extra(without: Run) -> None:
     code = """
 import tempfile
 line = "pip install 'dsv4-compile[hf]'"
-for name in ("hf", "hf.demo", "hf.loading.load", "hf.tiny", "bench.split_model"):
+for name in ("hf", "hf.demo", "hf.loading.load", "hf.tiny"):
     e101(lambda: __import__(f"dsv4_compile.{name}"), line, "transformers")
 e101(lambda: dsv4_compile.hf, line)
 e101(lambda: dsv4_compile.hf, line)  # not a half of a module that is left

@@ -10,19 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import DeepseekV4ForCausalLM
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8GroupedLinear, FP8Linear
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
-from ..errors import needs
-
-with needs("hf", "dsv4_compile.bench.split_model"):
-    from transformers import DeepseekV4ForCausalLM
-    from transformers.integrations.finegrained_fp8 import FP8Experts, FP8GroupedLinear, FP8Linear
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
-
-    from .._compat import kept_in_float32
-    from ..hf.model.split import keep_part
-    from ..hf.tiny import FLASH, layers_in_turn, tiny_config
-    from ..parallel import Ranks
-    from .nodes import by_name, launches_of_host, nodes
+from dsv4_compile._compat import kept_in_float32
+from dsv4_compile.bench.nodes import by_name, launches_of_host, nodes
+from dsv4_compile.hf.model.split import keep_part
+from dsv4_compile.hf.tiny import FLASH, layers_in_turn, tiny_config
+from dsv4_compile.parallel import Ranks
 
 SMALL: dict[str, Any] = {"hidden_size": 512, "moe_intermediate_size": 256, "head_dim": 128, "o_lora_rank": 128}
 """Sizes for a CPU, in whole blocks of quantisation for two ranks."""
