@@ -5,6 +5,8 @@ from __future__ import annotations
 from .attention import inv_rope as inv_rope
 from .attention import sparse_mla_decode as sparse_mla_decode
 from .attention import sparse_mla_prefill as sparse_mla_prefill
+from .drafts import accept_drafts as accept_drafts
+from .drafts import markov_drafts as markov_drafts
 from .hyper_connections import mhc_boundary as mhc_boundary
 from .hyper_connections import mhc_head as mhc_head
 from .hyper_connections import mhc_post as mhc_post

@@ -177,6 +177,15 @@ _TABLE: dict[str, tuple[Any, Any]] = {
         6 * T * K * D * L,
     ),
     "moe_route": (e * D * (T + N) + _FLOAT32 * N + T * K * (_INT32 + _FLOAT32), 2 * T * N * D),
+    # Drafts.
+    "accept_drafts": (
+        R * (N * (e * (K + 1) + _FLOAT32 * K) + _INT64 * (2 * K + 7) + _INT32),
+        _ZERO,
+    ),
+    "markov_drafts": (
+        R * K * (N * (e + _FLOAT32) + e * D + _INT64) + e * K * N * D + R * 7 * _INT64,
+        2 * R * K * N * D,
+    ),
     # Compressors and indexer.
     "save_partial_states": (T * (2 * _FLOAT32 * width + 2 * _INT64), _ZERO),
     "compress_norm_rope_insert": (C * (2 * _FLOAT32 * W * D + row) + T * (3 * _INT64 + _INT32), _ZERO),
@@ -220,7 +229,8 @@ _TABLE: dict[str, tuple[Any, Any]] = {
 are those of both caches together, each read once for every token that attends it. `preprocess_insert`, quantised or
 not, is counted without compressors: each adds a `save_partial_states` and a `compress_norm_rope_insert`. N of
 `sparse_mla_decode_latent` is the dims of a value. G of hyper-connections is their streams; `mhc_head` is counted
-without the output of a sub-layer, and weights in float32."""
+without the output of a sub-layer, and weights in float32. Of drafts, K is how many a request has, N the vocabulary and
+D the rank of the Markov head; each draft reads its `w2` once for all requests."""
 
 _E4M3_PRODUCTS = {
     "fp8_linear",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import _samples_attention as _samples_attention  # registers its samples
 from . import _samples_backends as _samples_backends
+from . import _samples_drafts as _samples_drafts
 from . import _samples_hyper_connections as _samples_hyper_connections
 from . import _samples_indices as _samples_indices
 from . import _samples_linear as _samples_linear

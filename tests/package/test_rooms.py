@@ -13,7 +13,7 @@ from dsv4_compile.lowering import registry
 from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.ops.common.kernels import KERNELS
 
-FAMILIES = ("attention", "hyper_connections", "indexer", "linear", "metadata", "moe", "preprocess")
+FAMILIES = ("attention", "drafts", "hyper_connections", "indexer", "linear", "metadata", "moe", "preprocess")
 SHARED = {
     "kernels": {"host", "device", "hopper"},
     "lowering": {"ir"},

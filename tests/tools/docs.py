@@ -37,6 +37,7 @@ FAMILIES = {
     "indexer": "Queries, scores and top-k of the indexer.",
     "hyper_connections": "Residual streams: their coefficients, their mix for a sub-layer, and its return.",
     "moe": "The router and the experts.",
+    "drafts": "Speculative decoding: acceptance of drafts, and the Markov head that chooses them.",
     "preprocess": "Norms, RoPE, cache inserts, gathers and compressors.",
     "metadata": "Slots, index rows and lengths of a batch.",
 }

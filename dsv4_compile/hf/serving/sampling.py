@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...reference.drafts.distributions import LEAST_TEMPERATURE as LEAST_TEMPERATURE
+from ...reference.drafts.distributions import NO_TOKEN as NO_TOKEN
+from ...reference.drafts.distributions import likeliest_tokens as likeliest_tokens
 from ..model.arguments import integer, real
 
 COLUMNS = 4
 """Numbers of a request that `choose_tokens` takes: temperature, top-k, top-p, uniform."""
-NO_TOKEN = -1
-"""Result for a row of logits from which no token can be chosen."""
-LEAST_TEMPERATURE = 2.0**-126
-"""Smallest normal float32, by which a logit can be divided; below it sampling is greedy."""
 _MOST_KEPT = 2**31
 """Top-k from which all tokens of any vocabulary are kept, exact as a float."""
 
@@ -68,15 +67,6 @@ class RequestSampling:
         if self.greedy:
             return 0.0, 0.0, 1.0, 0.0
         return self.temperature, float(min(self.top_k, _MOST_KEPT)), self.top_p, self._random.random()
-
-
-def likeliest_tokens(logits: Tensor) -> Tensor:
-    """Return the first token with the largest logit, int64 `[N]`, for each row of `logits` `[N, V]`.
-
-    NO_TOKEN for a row whose largest logit is NaN or infinite; tokens of a logit of -inf are never chosen.
-    """
-    largest, tokens = logits.max(-1)
-    return torch.where(largest.abs() < torch.inf, tokens, NO_TOKEN)
 
 
 def choose_tokens(logits: Tensor, numbers: Tensor, likeliest: Tensor | None = None) -> Tensor:

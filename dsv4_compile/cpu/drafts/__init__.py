@@ -1,0 +1,1 @@
+"""Forms of speculative decoding for CPUs: no distribution is computed for greedy requests."""

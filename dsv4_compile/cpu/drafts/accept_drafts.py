@@ -1,0 +1,27 @@
+"""Acceptance of drafts: the distributions of sampled requests alone are computed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...reference.drafts import accept_drafts as reference
+from ...reference.drafts.distributions import LEAST_TEMPERATURE
+
+
+def accept_drafts(
+    logits: Tensor,
+    drafts: Tensor,
+    draft_logits: Tensor | None,
+    numbers: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute the op of this name as its reference does."""
+    num_new, tokens = reference.accept_greedy(logits, drafts)
+    sampled = (~(numbers[:, 0] < LEAST_TEMPERATURE)).nonzero()[:, 0]
+    if len(sampled):
+        rows = logits.unflatten(0, (len(drafts), drafts.shape[1] + 1))[sampled].flatten(0, 1)
+        proposal = None if draft_logits is None else draft_logits[sampled]
+        of_request = drafts[sampled], proposal, numbers[sampled], seeds[sampled], positions[sampled]
+        num_new[sampled], tokens[sampled] = reference.accept_drafts(rows, *of_request)
+    return num_new, tokens
