@@ -3,7 +3,7 @@
 Keys are read in two steps, so that a kernel can work between them: `fetch_keys` loads the stored bytes, `decode_keys`
 converts them to vectors. Queries may be normed and rotated when they are loaded, outputs rotated back and quantised
 when they are stored, bit for bit as `q_norm_rope` (the order of its sum of squares aside), `inv_rope` and
-`inv_rope_fp8_quant` do in launches of their own.
+`inv_rope_fp8_quant` do in separate launches.
 
 An e4m3 code becomes a bfloat16 without a conversion instruction: its sign and its seven low bits, moved to the sign and
 to bits 4 to 10, are a bfloat16 that is 2^-120 times the code's value, subnormals included. Two codes share a 32-bit
@@ -65,14 +65,14 @@ class PagedKeys(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """Compile-time options of what follows attention in a kernel.
+    """Compile-time options of the epilogue of an attention kernel.
 
     Attributes:
         rope: rotated dims of the RoPE table, 0 without one. The query prologue needs them, too.
         inverse: rotate outputs back.
         groups, group_heads: quantise outputs to e4m3 for so many groups of so many heads; 0 groups store them as is.
         packed: store four UE8M0 scales in an int32 instead of float32 scales.
-        split: store partial results, which the combine kernel finishes; then only `rope` may be set besides.
+        split: store partial results, which the combine kernel finishes; the only other field that may be set is `rope`.
     """
 
     rope: int = 0

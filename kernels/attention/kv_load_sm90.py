@@ -171,7 +171,7 @@ def copy_rows(words, p_words, row, live, COPIES: gl.constexpr = COPIES):
 def announce_copies(ready):
     """Let a barrier complete when the copies that the threads of a partition have started have landed.
 
-    It counts each thread, and one arrival for what they have stored.
+    The barrier counts an arrival of each thread, and one more for the stores of all threads.
     """
     async_copy.mbarrier_arrive(ready, increment_count=False)
     thread_barrier()
@@ -213,7 +213,7 @@ def fetch_rows(
 
 @gluon.jit
 def dequantize_keys(codes, rope, scales, live, WORDS: gl.constexpr = WORDS):
-    """Return words of bfloat16 pairs `[N, 256]` from what `fetch_rows` loaded."""
+    """Convert the codes and scales that `fetch_rows` loaded to words of bfloat16 pairs `[N, 256]`."""
     tile = gl.expand_dims(gl.arange(0, TILES + 1, gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0)
     byte = (gl.expand_dims(scales, 1) >> (tile * 8).to(gl.int64)).to(gl.int32) & 255
     both = gl.expand_dims(gl.where(live, BOTH, 0), 1)

@@ -147,7 +147,7 @@ def fetch_angles(p_cos, x, ROPE: gl.constexpr, CACHE: gl.constexpr = CACHED):
 
 @gluon.jit
 def rotate_columns(x, cos, sin, ROPE: gl.constexpr, INVERSE: gl.constexpr):
-    """Rotate the last ROPE columns of float32 `x` `[N, C]` by what `fetch_angles` loaded."""
+    """Rotate the last ROPE columns of float32 `x` `[N, C]` by the angles that `fetch_angles` loaded."""
     PAIRS: gl.constexpr = x.shape[1] // 2
     even, odd = gl.split(gl.reshape(x, [x.shape[0], PAIRS, 2]))
     o_pair = gl.arange(0, PAIRS, gl.SliceLayout(0, even.type.layout)) - (PAIRS - ROPE // 2)

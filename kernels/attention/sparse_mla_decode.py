@@ -112,7 +112,7 @@ def sparse_mla_decode(op: DecodeArguments) -> tuple[Tensor, Tensor]:
     Notes:
         - Softmax weights are rounded to the dtype of the keys before the second GEMM; sums are float32.
         - A repeated call gives the same bits, and with `inverse_rope` those of `inv_rope` after a call without.
-        - With another number of tokens, a token's keys may be split differently, which changes the order of its sums;
+        - How a token's keys are split, and so the order of its sums, may depend on the number of tokens;
           `batch_invariant` splits them by the token's own lengths.
     """
     return launch_best(decode_call(op))

@@ -71,7 +71,7 @@ from .split_combine import combine_splits, new_partials, split_plan
 
 HEADS, KEYS = BLOCK_H.value, 64
 MIN_HEADS = 33
-"""Fewer heads have a kernel of their own."""
+"""Fewest heads per rank of this kernel; sparse_mla_decode_sm90_few_heads.py has fewer."""
 RIGHT_REGISTERS, PRODUCER_REGISTERS = 160, 144
 PAGE_ALIGN = 16
 """Alignment of pages in bytes: keys are loaded 16 bytes at a time."""
@@ -82,7 +82,7 @@ AHEAD = gl.constexpr(4)  # blocks from the one in the GEMM to the one whose slot
 PLACES = gl.constexpr(8)  # of blocks whose addresses are stored: a power of two, more than AHEAD + 1
 LOG2_E = gl.constexpr(_LOG2_E.value)
 LN_2 = gl.constexpr(_LN_2.value)
-COPY_ARRIVALS = gl.constexpr(128 + 1)  # of the threads of a warpgroup, and of what they have stored
+COPY_ARRIVALS = gl.constexpr(128 + 1)  # one per thread of a warpgroup, and one for their stores
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF.value, 16]))

@@ -75,7 +75,7 @@ ROPES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
 _COPIES = gl.BlockedLayout([1, 4], [4, 8], [8, 1], [1, 0])
 COPIES = gl.constexpr(_COPIES)
 COPIED = gl.constexpr(gl.SliceLayout(1, _COPIES))
-COPY_ARRIVALS = gl.constexpr(256 + 1)  # of the threads of two warpgroups, and of what they have stored
+COPY_ARRIVALS = gl.constexpr(256 + 1)  # one per thread of two warpgroups, and one for their stores
 
 
 class KeyRing(NamedTuple):

@@ -23,7 +23,7 @@ from .split_combine import LN_2, LOG2_E, finish_softmax
 
 MAX_HEAD_DIM = 512
 COUNT_LIMIT = 2**31 - 2**10
-"""Bound of what kernels count in 32 bits: they step up to some blocks past the last element."""
+"""Bound of 32-bit counters in kernels, which step a few blocks past the last element."""
 
 
 class IndexRows(NamedTuple):

@@ -1,7 +1,7 @@
 """Sparse attention over a flat workspace on sm_90, in Gluon: bfloat16, 512 dims, blocks of 64 heads.
 
 One program for each SM walks over (token, block of heads), 64 keys at a time. Its three warpgroups share two buffers of
-keys, each in two halves of dims with barriers of their own:
+keys. Each buffer is two halves of dims, and each half has its own barriers:
 
     left      scores, online softmax, dims 0 to 255 of the output, queries of the next item by TMA
     right     dims 256 to 511, delayed until half of the next scores are done: earlier they would delay these, later
@@ -530,7 +530,7 @@ def sparse_mla_prefill_sm90_kernel(
 ):
     """Attend every num_programs-th item from item p on; item i is head block i % HEAD_BLOCKS of a token."""
     if eps is None:
-        # Two tiles: views of one tile have addresses of their own, and are slower.
+        # Two tiles: views of one tile have separate addresses, and are slower.
         q_left = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, HALF], SWIZZLED)
         q_right = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, HALF], SWIZZLED)
         q_tile = q_left  # not normed

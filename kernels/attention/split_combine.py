@@ -7,8 +7,8 @@ batch-invariant call takes splits of INVARIANT_KEYS keys, so that a row's splits
 A partial result is an output divided by its own denominator, and the base-2 logarithm of that denominator, -inf where
 nothing is attended. Weighted by 2^(partial lse - total lse), the partial outputs add up to the whole, CHUNK at a time;
 one alone stays as it is. They are float32, or float16 to halve the traffic: each half of the dims of a row in units of
-the power of two that brings its largest finite number into [2^14, 2^15). That rounds by an eighth of what a bfloat16
-output does; numbers of 2^-28 of the largest or less are rounded to 2^-39 of it.
+the power of two that brings its largest finite number into [2^14, 2^15). The rounding error is an eighth of that of a
+bfloat16 output; numbers of 2^-28 of the largest or less are rounded to 2^-39 of it.
 
 The combine kernel runs one program for each head of each token and loads all its partial results at once.
 """

@@ -6,7 +6,7 @@ theirs; then all mailboxes can be read. The next exchange uses the other mailbox
 what the last one left, so no second wait is needed. Ranks launch the same exchanges in the same order.
 
 All CTAs of a launch have to be resident at once. A rank that does not come within `limit` polls is named in `fault`,
-a word on the host; then this launch and all later ones go on without waiting, and what they compute is not valid.
+a word on the host; then this launch and all later ones go on without waiting, and their results are not valid.
 """
 
 from __future__ import annotations

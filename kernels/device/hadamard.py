@@ -15,7 +15,7 @@ HADAMARD_DIMS = (16, 32, 64, 128)
 def rounded_hadamard(x, DTYPE: tl.constexpr):
     """Multiply the rows of float32 `x` `[M, D]` by the orthonormal Hadamard matrix, rounded to DTYPE before and after.
 
-    Products are exact; float32 sums are in another order than the reference's, so that a result next to a rounding
+    Products are exact; the order of float32 sums differs from the reference's, so that a result next to a rounding
     boundary may be off by one unit.
     """
     D: tl.constexpr = x.shape[1]

@@ -71,7 +71,7 @@ def store_quantized(y, row, exists, p_out, p_scale, tokens, SIZE: tl.constexpr):
     """Quantize the result of `norm_rows` per 128 columns; store e4m3 and contiguous float32 scales `[n, T]`."""
     N: tl.constexpr = y.shape[0]
     STRIPS: tl.constexpr = (y.shape[1] + ACT_TILE - 1) // ACT_TILE
-    # A row of fewer than 128 columns is one tile of its own length.
+    # A row of fewer than 128 columns is a single, shorter tile.
     tiles = tl.reshape(y.to(tl.float32), (N, STRIPS, y.shape[1] // STRIPS))
     byte = tile_byte(tiles, ACT_AMAX_FLOOR, FP8_MAX)
     store_normed(tl.reshape(e4m3(tiles * ue8m0_inverse(byte)[:, :, None]), (N, y.shape[1])), row, exists, p_out, SIZE)

@@ -3,7 +3,7 @@
 Gluon of Triton 3.6 has no clusters. A kernel compiled for single CTAs is launched in clusters, and inline PTX crosses
 between CTAs, in one of two ways:
 
-- Mailbox: a shared-memory buffer of its own with an mbarrier. Asynchronous stores of 16 bytes from registers signal the
+- Mailbox: a dedicated shared-memory buffer with an mbarrier. Asynchronous stores of 16 bytes from registers signal the
   receiver's mbarrier, and a receiver waits only for the bytes it expects.
 - Fetch: a CTA stores values at the start of the compiler's shared memory (`global_smem`), over what it no longer needs.
   After a cluster barrier with release the others load them; without the release, loads have returned old values.
@@ -61,7 +61,7 @@ def launch_clusters(kernel: Any, ctas: int, cluster: int, fetched_bytes: int, *a
     """Launch `ctas` CTAs of a kernel, neighbours in clusters of `cluster`; otherwise like `launch_kernel`.
 
     Args:
-        fetched_bytes: size of what each CTA stores from the start of `global_smem` on for the others to load.
+        fetched_bytes: bytes that each CTA stores at the start of `global_smem` for the others to load.
     """
     if built_only(kernel, args, constants):
         return

@@ -25,5 +25,5 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 """Shared-memory layout of consecutive elements without swizzling."""
 
 reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
-"""View shared memory with another dtype, shape and layout: `reinterpret(memory, dtype, shape, layout)`. Renamed in
+"""View shared memory with the given dtype, shape and layout: `reinterpret(memory, dtype, shape, layout)`. Renamed in
 Triton 3.9."""

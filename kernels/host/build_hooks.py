@@ -25,8 +25,8 @@ def prepare_builds() -> None:
 def describe_any_kernel() -> None:
     """Let Triton describe kernels whose constants are no JSON, such as a dataclass.
 
-    It describes a kernel as JSON once anybody sets a hook of its builds, as vLLM does, and the launch of a kernel with
-    another constant would raise TypeError. Such constants are described by their `repr`.
+    Once a build hook is set, as vLLM does, Triton describes every kernel as JSON and raises TypeError for constants
+    that JSON does not have. Such constants are described by their `repr`.
     """
     from triton.runtime import jit
 

@@ -12,7 +12,7 @@ import torch
 from ..._compat import triton_known
 
 SM90 = 90
-"""Compute capability of the GPUs with Gluon kernels of their own (Hopper)."""
+"""Compute capability of the GPUs that the Gluon kernels are written for (Hopper)."""
 
 
 class Gpu(NamedTuple):

@@ -32,7 +32,7 @@ Build = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 
 class _Recording(threading.local):
-    """The recorder of this thread, and what it does with launches instead of making them."""
+    """The recorder of this thread, which receives launches instead of the GPU."""
 
     recorder: Recorder | None = None
     build: Build | None = None

@@ -54,7 +54,7 @@ class Launch(NamedTuple):
 
     Attributes:
         pointers: index of an argument, index of a tensor, offset from its start in bytes.
-        fills: index of an argument and what computes it, for tuples and tensor descriptors.
+        fills: index of an argument and the function that computes it, for tuples and tensor descriptors.
     """
 
     run: Callable[..., None]

@@ -1,7 +1,7 @@
 """Programmatic dependent launch (PDL): a kernel starts while the previous one in the stream still runs.
 
-A kernel launched with PDL calls `gdc_wait` before it touches anything that another kernel writes or reads, at the
-latest before it ends: otherwise the kernel after it would not wait for the kernel before it. What it reads earlier, for
+A kernel launched with PDL calls `gdc_wait` before it touches memory that other kernels write or read, at the latest
+before it ends: otherwise the kernel after it would not wait for the kernel before it. Data that it reads earlier, for
 instance a weight, must not be a result of the same step, because kernels before the previous one may still run, too.
 It calls `gdc_launch_dependents` as soon as its CTAs are resident, so that the next launch may start if it uses PDL.
 

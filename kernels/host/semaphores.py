@@ -41,7 +41,7 @@ def arrive(p_counter):
     """
     WAIT: tl.constexpr = _wait_for_stores()
     if WAIT != "":
-        # On AMD a barrier waits for no store, and the release below only for those of its own wave.
+        # On AMD a barrier does not wait for stores, and the release below waits for those of one wave only.
         tl.inline_asm_elementwise(WAIT + "\nv_mov_b32 $0, 0", "=v", [], dtype=tl.int32, is_pure=False, pack=1)
     # Every thread stores before one signals.
     tl.debug_barrier()
@@ -52,7 +52,7 @@ class _Pool:
     """Counters of one device, each given out once: `STREAM_SHARE` to a stream, others to a captured launch."""
 
     def __init__(self, device: torch.device) -> None:
-        # In a thread of its own: Inductor's CUDA graphs reuse what this thread allocates while they warm up.
+        # In a separate thread: Inductor's CUDA graphs reuse memory that this thread allocates while they warm up.
         with ThreadPoolExecutor(1) as thread:
             self.counters, self.filled = thread.submit(_zeros, POOL, device).result()
         self.streams: dict[int, Tensor] = {}
@@ -72,7 +72,7 @@ class _Pool:
             share = self.take(STREAM_SHARE)
             if share is None:
                 return None
-            # The fill is on another stream. A capture starts by waiting for all of them.
+            # The fill runs on its own stream; a capture starts by waiting for all streams.
             stream.wait_event(self.filled)
             self.streams[known] = share
         return self.streams[known]

@@ -1,8 +1,8 @@
 """Triton functions for the coefficients of hyper-connections of four streams, from sums over slices of the channels.
 
-A program computes those of one token, or of a block of tokens. A coefficient is a scalar, which each thread has in a
-register of its own, or `[B]`, of which a thread has the elements of its tokens, so that the Sinkhorn iteration needs no
-exchange between threads. `p_sums` is the first sum of the token, or `[B, 1]`, and `exists` None, or which tokens exist.
+A program computes those of one token, or of a block of tokens. A coefficient is a scalar that every thread holds in a
+register, or `[B]`, where a thread holds the elements of its tokens: the Sinkhorn iteration exchanges nothing between
+threads. `p_sums` is the first sum of the token, or `[B, 1]`, and `exists` None, or which tokens exist.
 """
 
 from __future__ import annotations

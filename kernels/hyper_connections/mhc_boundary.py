@@ -7,8 +7,8 @@ A program takes a slice of the channels of a token, or of 16 tokens: it computes
 of the mix, a product with `fn`, and of the sum of squares. What is left needs the sums of all slices: coefficients, the
 mixed input and its norm.
 
-Few tokens: one launch. The last program of a token to arrive at its counter finishes the token. No program waits for
-another, so neither the order in which CTAs start nor what else runs on the GPU can stop a launch.
+Few tokens: one launch. The last program of a token to arrive at its counter finishes the token. Programs do not wait
+for each other, so a launch cannot hang, whatever the order of its CTAs and whatever else runs on the GPU.
 
 More tokens: a second launch finishes, a program for each token, or two. One program would have to finish 16 tokens, and
 more could do that in one launch only if they waited for each other. bfloat16 streams are multiplied on tensor cores
@@ -251,7 +251,7 @@ def mhc_token_kernel(
     p_streams_out,  # [T, 4, D] contiguous; None if the streams are as they were
     results,  # y [T, D]; post [T, 4] and comb [T, 4, 4], or None; contiguous
     p_sums,  # [T, MIX + 1, SLICES] float32, contiguous: shares of the mix, and of the sum of squares
-    p_counters,  # [T] int32 zeros: slices that have arrived; None if another launch finishes
+    p_counters,  # [T] int32 zeros: slices that have arrived; None if a second launch finishes
     p_streams,  # [T, 4, D]
     returned,  # output [T, D], post [T, 4], comb [T, 4, 4] of the sub-layer, or None
     p_fn,  # [MIX, 4 * D]
@@ -515,9 +515,9 @@ def launch(
     peers: Peers | None = None,
     rank: int = 0,
 ) -> Results:
-    """Compute the streams after `returned`, the output, post and comb of a sub-layer, and what `mix` makes of them.
+    """Compute the streams after `returned`, the output, post and comb of a sub-layer, and `mix` them.
 
-    With `peers`, the output is the part of `rank` of a sum over ranks.
+    With `peers`, the output is the summand of `rank` in a sum over ranks.
     """
     tokens, count, dim = streams.shape
     ends = mix.iterations == 0

@@ -30,7 +30,7 @@ from .select_topk import KeyRows, SlotMap, select
 WORKSPACE_BYTES = 256 << 20
 KEY_BYTES = 4
 PROGRAMS = 512
-"""Scoring programs for paged keys: about what an H200 runs at a time. With fewer tokens, contexts are split."""
+"""Scoring programs for paged keys: about as many as an H200 runs at a time. With fewer tokens, contexts are split."""
 RAGGED_PROGRAMS = 1024
 """Scoring programs for gathered keys, of which two run on an SM at a time on sm_90."""
 SELECT_TILE = (4096, 8)
@@ -94,7 +94,7 @@ def indexer_logits_topk(
 
     Args:
         programs: about how many programs score.
-        score_tile: as SCORE_TILE; selects the Triton kernel, which adds in another order than that for sm_90.
+        score_tile: as SCORE_TILE; selects the Triton kernel, whose order of sums differs from that of the sm_90 kernel.
         select_tile: as SELECT_TILE.
     Notes:
         - The selection is exact for logits whose order of sums differs from the reference's.
@@ -155,7 +155,7 @@ def indexer_logits_topk_ragged(
 
     Args:
         programs, select_tile: see `indexer_logits_topk`.
-        score_tile: as RAGGED_SCORE_TILE; selects the Triton kernel, which adds in another order than that for sm_90.
+        score_tile: as RAGGED_SCORE_TILE; selects the Triton kernel, whose sums have a different order.
     Notes:
         - The selection is exact for logits whose order of sums differs from the reference's.
         - A result depends neither on the rest of the batch, nor on `max_logits_bytes`, `programs` and `select_tile`.
@@ -174,7 +174,7 @@ def indexer_logits_topk_ragged(
             row_starts=op.row_starts[part], row_ends=op.row_ends[part],
         )  # fmt: skip
         score_ragged(RaggedScoreCall(some, keys, lens, op.topk), programs, score_tile)
-        # Each token is a request of its own, whatever its number: lengths are never negative.
+        # Every token is a separate request, also one numbered -1: lengths are never negative.
         select(out, KeyRows(keys, lens, lens, ANY_REQUEST, rows), select_tile)
     return selected
 

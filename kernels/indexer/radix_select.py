@@ -116,7 +116,7 @@ def _bins(key, live, lo, hi, FIRST: tl.constexpr, BINS: tl.constexpr):
     """Return the bin of each key, which rises with the key; -1 for those that are not `live`.
 
     Bins of the FIRST pass are equal parts of the range of logits from that of lo to that of hi; a key outside is in the
-    nearest bin, and NaN in bin 0. Bins of another pass are equal parts of the keys from lo to hi; a key outside is not
+    nearest bin, and NaN in bin 0. Bins of later passes are equal parts of the keys from lo to hi; a key outside is not
     live.
     """
     if FIRST:
@@ -201,7 +201,7 @@ def _count_pass(row, lo, hi, total, need, at, FIRST: tl.constexpr, TILES: tl.con
 
 @triton.jit
 def bounds(p_row, head, length, at, TILES: tl.constexpr, AGAIN: tl.constexpr, SHAPE: tl.constexpr):
-    """Return lo, hi, and how many of the keys in [lo, hi), which are equal, are selected beside those >= hi.
+    """Return lo, hi, and how many of the equal keys in [lo, hi) are selected in addition to all keys >= hi.
 
     The row, of any length, has at most TILES tiles, of which `head` is the first. AGAIN: see `block_extent`.
     """

@@ -1,8 +1,8 @@
 """Scores of gathered e4m3 keys for blocks of queries on sm_90, in Gluon.
 
-A warpgroup keeps a tile of keys as float16 in shared memory. The queries of one head after another are copied into a
-ring of buffers, several heads ahead, and go from there through registers into the tensor core, with the permutation of
-dims of score_sm90.py. Two CTAs share an SM: while one sums in float32, the other multiplies.
+A warpgroup keeps a tile of keys as float16 in shared memory. Queries are copied head by head into a ring of buffers,
+several heads ahead, and go from there through registers into the tensor core, with the permutation of dims of
+score_sm90.py. Two CTAs share an SM: while one sums in float32, the other multiplies.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ by then, the first ones that fit. Columns are written, or the cache slots that a
 
 A thread holds runs of RUN columns: the rank of a column within its run needs no other thread, and a run lies in one
 block. A row of more keys than a tile is divided into parts, a program each; the last program to finish selects from
-what the parts have selected. That includes the K best of the row, ties included, because the first of equal keys of the
+the selections of all parts. They include the K best of the row, ties included, because the first of equal keys of the
 row are the first of their part.
 """
 
@@ -211,7 +211,7 @@ class KeyRows(NamedTuple):
 
 
 class SlotMap(NamedTuple):
-    """Map from selected entries to slots: the arguments of `global_topk` beside the entries, and its counts."""
+    """Map from selected entries to slots: the other arguments of `global_topk`, and its counts."""
 
     counts: Tensor
     block_table: Tensor

@@ -84,7 +84,7 @@ REGISTERS = 64
 CTA's tiles only after the first."""
 FEW_TOKENS_SM90 = 16
 """Most tokens that the sm_90 GEMM quantizes itself: CTAs that share a K-block of x quantize it each. From 32 tokens on
-that takes longer than a launch of its own, which overlaps with copies of the weight."""
+that takes longer than a separate launch, which overlaps with copies of the weight."""
 FEW_TOKENS_OF_PAIR = 32
 """Most tokens for which two GEMMs of one x are one launch that quantizes it, if partial sums fit into clusters."""
 
@@ -161,7 +161,7 @@ def _quantize(x: Tensor, weight_scale: Tensor | None) -> tuple[Tensor, Tensor, T
 def fp8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True, beside: Tensor | None = None
 ) -> Tensor:
-    """Multiply `x` by the weight and, in float32, by the rows of `beside`.
+    """Multiply `x` by the weight and, in float32, by the rows of a second one.
 
     Quantized inputs are those of the reference; sums are in a fixed order, not the reference's.
     """
@@ -189,7 +189,7 @@ def _multiply(
 
 
 def _quantized(rows: Tensor, weight: Tensor, weight_scale: Tensor) -> Operands:
-    """Quantize x in a launch of its own."""
+    """Quantize x in a separate launch."""
     values, scale = quantize_activation(rows)
     return Operands(values[:, None], scale[:, None], weight, weight_scale)
 

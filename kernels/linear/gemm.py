@@ -6,8 +6,8 @@ A CTA computes a tile of BLOCK_N results for BLOCK_M tokens, K-block by K-block.
 operand of the MMA: its rows fill a tensor core however few tokens there are. Where the GPU has no e4m3 MMA, e4m3 is
 multiplied as float16, which holds every value; scales are applied to the float32 sum of each K-block. If tiles are too
 few to fill the GPU, CTAs split the K of a tile (split-K), and the last to arrive combines the partial sums in a fixed
-order: the same call gives the same bits. sm_90 has kernels of its own: gemm_sm90_small.py for few tokens,
-gemm_sm90_cluster.py for more of them but few tiles, gemm_sm90_large.py for many.
+order: the same call gives the same bits. sm_90 kernels: gemm_sm90_small.py for few tokens, gemm_sm90_cluster.py for
+more tokens but few tiles, gemm_sm90_large.py for many.
 """
 
 from __future__ import annotations
@@ -340,5 +340,5 @@ def _launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu) -> None:
 
 
 def _operand(gpu: Gpu) -> tl.dtype:
-    """Return the dtype in which e4m3 operands are multiplied. AMD before gfx950 has another e4m3."""
+    """Return the dtype in which e4m3 operands are multiplied: float16 on AMD, as gfx942 multiplies e4m3fnuz only."""
     return tl.float16 if gpu.backend == "hip" else tl.float8e4nv

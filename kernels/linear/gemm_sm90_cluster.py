@@ -7,7 +7,7 @@ bits.
 
 A launch may also compute two GEMMs of one x: x quantized with an e4m3 weight and, from program `first_2` on, x as it is
 with a second weight. If clusters for all tiles do not run in one wave, tiles of the first weight may stay unsplit, or
-each CTA may take a tile of its own.
+every CTA may take a full tile.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def gemm_sm90_cluster_kernel(
     k_blocks_each_2,
     first_2,  # first program of the second GEMM
     first_unsplit,  # first program whose tile is unsplit, 0 or SPLITS; None if all are split
-    SPLITS: gl.constexpr,  # CTAs of a cluster; 1 if each has a tile of its own
+    SPLITS: gl.constexpr,  # CTAs of a cluster; 1 if each has a full tile
     RING: gl.constexpr,
     HALVES: gl.constexpr,  # of a tile's tokens, 1 if a half holds all
     AHEAD: gl.constexpr,  # K-blocks of the weight that are loaded before the previous kernel has ended
@@ -383,7 +383,7 @@ def unsplit_fit(gpu: Gpu, first: WeightTiles, second: WeightTiles) -> bool:
 
 
 def single_fit(gpu: Gpu, tokens: int, first: WeightTiles, second: WeightTiles) -> bool:
-    """Return whether CTAs with a tile of their own run in one wave, and no other kernel is faster."""
+    """Return whether CTAs with one full tile each run in one wave, and no other kernel is faster."""
     return tokens > FEW_TOKENS and first.tiles + second.tiles <= gpu.sms
 
 

@@ -1,9 +1,9 @@
 """GEMM for many tokens on sm_90: persistent CTAs of one producer warp and two consumer warpgroups.
 
-A CTA takes items one after another: tiles of 128 tokens and one or two blocks of 128 rows of the weight, or splits of
-their K. The producer loads K-blocks of both operands, and the scales of e4m3, into a ring of buffers without stopping
-between items. Each consumer multiplies 64 tokens; a buffer is free when both have read it. Tokens are the first operand
-of the MMA, so that a thread needs two of their scales, not 32.
+A CTA takes its items in turn: tiles of 128 tokens and one or two blocks of 128 rows of the weight, or splits of their
+K. The producer loads K-blocks of both operands, and the scales of e4m3, into a ring of buffers without stopping between
+items. Each consumer multiplies 64 tokens; a buffer is free when both have read it. Tokens are the first operand of the
+MMA, so that a thread needs two of their scales, not 32.
 
 For e4m3, shared memory is the bound before the tensor core: per K-block, 640 cycles of 128 bytes against 512 of MMAs.
 With two blocks of rows tokens are written once for both, which makes it 576; the registers of a consumer then hold the
@@ -380,7 +380,7 @@ def gemm_sm90_large_kernel(
 TILE_TOKENS = 2 * HALF_TOKENS
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 32
 COMPILER_BYTES = 512
-"""Shared memory for what the compiler puts there: captures of the partitions, padding of barriers, ping-pong."""
+"""Shared memory that the compiler takes: captures of the partitions, padding of barriers, ping-pong."""
 
 
 def choose_splits(gpu: Gpu, tiles: int, k_blocks: int) -> int:

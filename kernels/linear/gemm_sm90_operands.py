@@ -34,7 +34,7 @@ TMA_ALIGN = 16
 K_BLOCK_BYTES = layout.ACT_TILE
 """Bytes of a row in a K-block: one swizzle span of the tensor core, and for e4m3 the elements that share a scale."""
 SM_SHARED_BYTES, CTA_RESERVED_BYTES = 228 * 1024, 1024
-"""Shared memory of an SM, and what the driver takes of it for each CTA."""
+"""Shared memory of an SM, and the bytes of it that the driver reserves for each CTA."""
 TILE_ALIGN = 1024
 """Alignment of tiles in shared memory."""
 

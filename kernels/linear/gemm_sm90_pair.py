@@ -1,6 +1,6 @@
-"""Two GEMMs of one x for few tokens in one sm_90 launch: x quantized with an e4m3 weight, and x as it is with another.
+"""Two GEMMs of one x for few tokens in one sm_90 launch: quantized x with an e4m3 weight, x as it is with a second one.
 
-The first CTAs compute the first GEMM, the rest the second. See gemm_sm90_small.py for what a CTA does.
+The first CTAs compute the first GEMM, the rest the second. gemm_sm90_small.py describes the work of a CTA.
 """
 
 from __future__ import annotations

@@ -320,8 +320,8 @@ def gemm_sm90_small_kernel(
 MAX_TOKENS, MAX_TILE_TOKENS, MAX_BYTES = 128, 64, 16 << 20
 """Most tokens of a call, most of a tile, and the largest weight that two tiles of tokens may each read."""
 MAX_QUANTIZED_ROWS = 128
-"""K-blocks of tokens that a CTA quantizes together: as many as its registers hold in float32, half of what they hold in
-bfloat16."""
+"""K-blocks of tokens that a CTA quantizes together: as many as its registers hold in float32; bfloat16 would allow
+twice as many."""
 MAX_MMAS, MAX_MMA_SUMS = 4, 1 << 14
 """Most MMAs issued before the first is scaled, and most sums they may have together. Only CTAs that are alone on their
 SM, with all of their K-blocks in the ring, issue more than one."""
@@ -413,7 +413,7 @@ def tiling_of(
 def ring_depth(tiling: SmallTiling, block_m: int, k_blocks: int, quantize: bool, most: int = 0) -> int:
     """Return the ring buffers that fit for a CTA of `k_blocks`; less than one if not even the rest fits.
 
-    `most` is the number of K-blocks of another CTA in the same cluster launch, if it is larger.
+    `most` is the largest number of K-blocks of a CTA in the same cluster launch, if it is larger than `k_blocks`.
     """
     free = SM_SHARED_BYTES // tiling.ctas_per_sm - CTA_RESERVED_BYTES - TILE_ALIGN
     free -= combine_mailbox_bytes(tiling.splits, block_m, tiling.block_n, max(k_blocks, most)) * tiling.cluster
@@ -483,7 +483,7 @@ def config_of(
 ) -> Config:  # fmt: skip
     """Return the constants of a GEMM of x `[T, G, K]` with K-blocks and ring buffers per CTA as given.
 
-    `most` is the number of K-blocks of another CTA in the same cluster launch, if it is larger.
+    `most` is the largest number of K-blocks of a CTA in the same cluster launch, if it is larger than `k_blocks`.
     """
     block_m, block_k, most = block_of(x.shape[0]), K_BLOCK_BYTES // weight.element_size(), max(k_blocks, most)
     rows = weight.shape[0] // x.shape[1]

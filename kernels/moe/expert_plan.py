@@ -1,8 +1,8 @@
 """Plan of `moe_experts`: places sorted by expert, split into tiles of one expert each.
 
 Nothing goes through the host: there are as many tiles as there may have to be. The order of an expert's places is that
-of the tokens. Of few places, a CTA plans some and looks at all, without waiting for another (`plan_some`). Of many, a
-CTA counts MOST_PLACES in a first launch, and sorts as many in a second one.
+of the tokens. Of few places, a CTA plans some and looks at all, without waiting for other CTAs (`plan_some`). Of many,
+a CTA counts MOST_PLACES in a first launch, and sorts them in a second one.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A CTA multiplies a tile of rows of one expert with a tile of its tokens (expert_
 finds those of its expert among all ids. MXFP4 rows in the order of a checkpoint meet x in the order in which they are
 unpacked, which a small launch writes before. The shared expert's tiles are CTAs of the same launches, the first ones.
 `down` writes a row for each place, and the last CTA of a block of columns adds each token's rows in their order: the
-same bits in any order of arrival. Very many tokens are added by a launch of its own, and come in passes that bound the
+same bits in any order of arrival. Very many tokens are added by a separate launch, and come in passes that bound the
 scratch.
 """
 
@@ -45,7 +45,7 @@ MOST_EXPERTS = 1024
 FEW_CTAS = 8
 """Most CTAs of 64 rows for an SM, with which MXFP4 has tiles of 64 rows, not 128."""
 MIXED_BLOCK_K = 64
-"""K-block of an e4m3 shared expert beside MXFP4 ones, whose CTAs would else find shared memory for fewer of them."""
+"""K-block of an e4m3 shared expert next to MXFP4 experts: a larger one would leave shared memory for fewer CTAs."""
 REORDERED_COLUMNS = 1024
 """Elements of x that a CTA brings into the order of unpacked weights."""
 PLAN_NONE, PLAN_PLACES, PLAN_TILES = 0, 1, 2
@@ -54,7 +54,7 @@ PLAN_NONE, PLAN_PLACES, PLAN_TILES = 0, 1, 2
 @triton.jit
 def _tile(p_ids, p_tiles, slot, places, first_expert, EXPERTS: tl.constexpr, PLACES_POW2: tl.constexpr,
           PLAN: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """Return expert, first and end of the tile's places in its list, and what names them without a plan."""
+    """Return expert, first and end of the tile's places in its list, and without a plan the rank of each place."""
     if PLAN == 2:
         expert = tl.load(p_tiles + slot * FIELDS)
         begin = tl.load(p_tiles + slot * FIELDS + 1)
@@ -395,7 +395,7 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
             mixed = first.kind == "mxfp4" and second.kind == "e4m3" and ctas > FEW_CTAS
             if mixed:
                 other = other._replace(block_k=min(other.block_k, MIXED_BLOCK_K))
-            if mixed or other.rows > each.rows:  # more stages would take the shared memory of another CTA
+            if mixed or other.rows > each.rows:  # more stages would cost a CTA per SM
                 other = other._replace(stages=min(other.stages, 3))
             of_shared = of_shared._replace(kind=second.kind, block_k=other.block_k, stages=other.stages)
             operands = own, first.scale, second.operand(halves, each.rows, other.block_k, tma), second.scale

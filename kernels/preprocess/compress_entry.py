@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Cache of the entries, and what finishes them: scale, norm, and the RoPE table."""
+    """Cache of the entries, and the operands of their epilogue: scale, norm, and the RoPE table."""
 
     p_cache: Any
     strides: Any
@@ -173,7 +173,7 @@ def _pool_some(some, closing, part, states, projection, entries, p_pooled, SHAPE
     if projection is not None:
         last_block = fetch_last_block(position, live, p_table_row, states.table_strides[1], columns, STATE_BLOCK)
     if SHAPE.parts == 1:
-        # In flight beside the blocks; their use must not be waited for before the states are loaded.
+        # In flight together with the blocks: no wait for either may precede the loads of the states.
         weight = load_weight(entries.p_weight, entries.weight_stride, SHAPE.dim, SHAPE.dim)
         angles = _angles(position, live, entries, SHAPE)
     scheduling_fence(states.p_table)

@@ -1,7 +1,7 @@
 """Device functions that pool the window of states of an entry, for some of its channels.
 
-States may be pooled in the launch that saves them, without one program waiting for another: states of this step are
-taken from its projection, older ones from the cache. Each channel is pooled by itself.
+States may be pooled in the launch that saves them, and no program waits: states of this step are taken from its
+projection, older ones from the cache. Each channel is pooled by itself.
 
 A tile of a window stays in registers and all its loads are in flight together, because reading states is nearly all of
 the work. A thread has all places of a block, so that it looks up few blocks, whose rows lie at fixed distances.

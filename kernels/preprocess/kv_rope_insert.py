@@ -40,7 +40,7 @@ def kv_rope_insert_kernel(
     p_positions,  # [>= inserted] int
     p_table,  # [max_pos, rope] float32
     p_kv_scale,  # [1] float32 or None
-    _eps,  # unused: a parameter less is another machine code than the one that is proven
+    _eps,  # unused: without it the machine code would differ from the proven one
     strides,
     inserted,
     num_slots,
@@ -101,7 +101,7 @@ def kv_rope_insert(
         cos_sin_cache.shape[0],
         SHAPE=InsertShape(cache_format, block_size, rows, kv.shape[1], cos_sin_cache.shape[1]),
         num_warps=warps,
-        # A contracted multiply and add rounds once where the reference rounds twice: another byte now and then.
+        # A contracted multiply and add rounds once where the reference rounds twice: bytes would differ now and then.
         enable_fp_fusion=False,
         **pdl_arguments(positions.device, programs),
     )

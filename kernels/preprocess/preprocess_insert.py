@@ -1,9 +1,9 @@
 """`preprocess_insert` and `preprocess_insert_quant`: the jobs of a layer's preprocessing side by side in one launch.
 
 The grid is flat. Each chunk of tokens has first the programs that pool and store the entries that its tokens close,
-which take longest, then those that norm latents, insert keys/values and save states. No program waits for another: a
-pool takes the states of this step from the projection. Chunks follow each other, so that what one job has read is still
-in the L2 cache for the next, and jobs of all kinds share an SM.
+which take longest, then those that norm latents, insert keys/values and save states. Programs do not wait for each
+other: a pool takes the states of this step from the projection. Chunks follow each other, so that what one job has read
+is still in the L2 cache for the next, and jobs of all kinds share an SM.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ MAX_LATENT = 4096
 SAVED = 8192
 """Elements of states that a program saves: 32 KiB."""
 MAX_SPLITS = 5
-"""Most jobs of a token beside its pools, each in a program of its own."""
+"""Most jobs of a token that get separate programs, in addition to its pools."""
 REGISTERS, POOL_REGISTERS, FEWER_REGISTERS = 128, 112, 102
 """Register limits on NVIDIA GPUs, for four programs of four warps on an SM, or five. Where programs split an entry,
 112 are faster than 102 if all tokens of a small step close a group, and slower for larger steps."""

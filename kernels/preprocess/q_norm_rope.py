@@ -177,7 +177,7 @@ def q_norm_rope_kv_insert(call: QNormRopeKvInsertArguments) -> Tensor:
         table.shape[0],
         SHAPE=Shape(heads, out.shape[1], insert),
         num_warps=warps,
-        # A contracted multiply and add rounds once where the reference rounds twice: another byte now and then.
+        # A contracted multiply and add rounds once where the reference rounds twice: bytes would differ now and then.
         enable_fp_fusion=False,
         **pdl_arguments(positions.device, programs),
     )
