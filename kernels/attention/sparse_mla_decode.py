@@ -274,20 +274,20 @@ def bfloat16_rows(window: PagedKeys, extra: PagedKeys, cache_format: str) -> Ten
     """Return bfloat16 `[slots, 512]`, the rows of both caches in the order of their slots."""
     counts = window.slots(), extra.slots()
     rows = torch.empty((sum(counts), HEAD_DIM), dtype=torch.bfloat16, device=window.cache.device)
-    for keys, part in ((window, rows[: counts[0]]), (extra, rows[counts[0] :])):
-        if part.shape[0] == 0:
+    for keys, cache_rows in ((window, rows[: counts[0]]), (extra, rows[counts[0] :])):
+        if cache_rows.shape[0] == 0:
             continue
         if cache_format == "plain":
-            part.view(keys.cache.shape).copy_(keys.cache)
+            cache_rows.view(keys.cache.shape).copy_(keys.cache)
             continue
         pages = byte_pages(keys.cache, cache_format, keys.block_size)
         launch_kernel(
             dequantize_pages_kernel,
-            (cdiv(part.shape[0], ROWS_PER_PROGRAM),),
-            part,
+            (cdiv(cache_rows.shape[0], ROWS_PER_PROGRAM),),
+            cache_rows,
             pages,
             pages.stride(0),
-            part.shape[0],
+            cache_rows.shape[0],
             BLOCK_SIZE=keys.block_size,
             ROWS=ROWS_PER_PROGRAM,
             num_warps=4,
@@ -380,7 +380,7 @@ def dense_rows(
     tokens: int, window: tuple[Tensor, Tensor, int], extra: tuple[Tensor, Tensor, int] | None
 ) -> tuple[Tensor, ...]:
     """Return rows int32 `[T, W]` and lengths int32 `[T]` of one or two lists `indices`, `indptr`, width W."""
-    made = [
+    outputs = [
         (indices.new_empty((tokens, width), dtype=torch.int32), indices.new_empty((tokens,), dtype=torch.int32))
         for indices, _, width in ((window,) if extra is None else (window, extra))
     ]
@@ -388,13 +388,13 @@ def dense_rows(
         lists = (window, window if extra is None else extra)
         blocks = [max(1, cdiv(width, LIST_COLUMNS)) for _, _, width in lists]
         programs = blocks[0] + (0 if extra is None else blocks[1])
-        pdl = tokens * programs <= MAX_PDL_PROGRAMS and supports_pdl(gpu_of(made[0][0].device))
+        pdl = tokens * programs <= MAX_PDL_PROGRAMS and supports_pdl(gpu_of(outputs[0][0].device))
         # One dimension: the others of a grid end at 65,535.
         launch_kernel(
             dense_rows_kernel,
             (tokens * programs,),
-            *made[0],
-            *made[-1],
+            *outputs[0],
+            *outputs[-1],
             *(tensor for indices, indptr, _ in lists for tensor in (indices, indptr)),
             *(tensor.stride(0) for indices, indptr, _ in lists for tensor in (indices, indptr)),
             *(indices.shape[0] for indices, _, _ in lists),
@@ -406,7 +406,7 @@ def dense_rows(
             PDL=pdl,
             **pdl_option(pdl),
         )
-    return tuple(tensor for pair in made for tensor in pair)
+    return tuple(tensor for pair in outputs for tensor in pair)
 
 
 def why_unsupported_sparse_mla_decode_ragged(op: RaggedDecodeArguments) -> str:

@@ -73,9 +73,9 @@ class Entry(NamedTuple):
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         """Launch for `args`, whose key is that of the recorded call."""
-        made = [make() for make in self.makes]
+        tensors = [make() for make in self.makes]
         addresses = [args[i].data_ptr() for i in self.inputs]
-        addresses += [x.data_ptr() for x in made]
+        addresses += [x.data_ptr() for x in tensors]
         for run, constants, pointers, fills in self.launches:
             values = constants.copy()
             for i, tensor, offset in pointers:
@@ -83,7 +83,7 @@ class Entry(NamedTuple):
             for i, fill in fills:
                 values[i] = fill(addresses)
             run(*values)
-        return self.result(made)
+        return self.result(tensors)
 
 
 class Found(NamedTuple):
@@ -239,16 +239,16 @@ class CallRecorder(TorchDispatchMode):
         if any(number < len(self._inputs) for number in views):
             raise NotCacheable("a result is a view of an argument")
         launches = [Launch(run, *self._arguments(values)) for run, values in self._launches]
-        makes, whole = [], set()
+        makes, contiguous = [], set()
         for ident, number in [*self._numbers.items()][len(self._inputs) :]:
             root, make = self._roots[ident][0], self._makes[ident]
             if make is None and len(views.get(number, ())) == 1 and _fills(views[number][0], root):
-                whole.add(number)
+                contiguous.add(number)
                 make = _like(views[number][0])
             makes.append(make or partial(torch.empty, _bytes(root), dtype=torch.uint8, device=root.device))
         first = len(self._inputs)
         results = [
-            (lambda made: None) if out is None else _out(out, number - first, number in whole)
+            (lambda made: None) if out is None else _out(out, number - first, number in contiguous)
             for out in outs
             for number in [0 if out is None else self._number(out)]
         ]
@@ -301,11 +301,11 @@ class CallRecorder(TorchDispatchMode):
                 return descriptor
 
             return describe
-        fills = [self._fill(part) for part in value] if isinstance(value, tuple) else []
+        fills = [self._fill(item) for item in value] if isinstance(value, tuple) else []
         if not any(fills):
             return None
-        parts = [(fill, None if fill else part) for fill, part in zip(fills, value, strict=True)]
-        return lambda addresses: tuple([fill(addresses) if fill else part for fill, part in parts])
+        parts = [(fill, None if fill else item) for fill, item in zip(fills, value, strict=True)]
+        return lambda addresses: tuple([fill(addresses) if fill else item for fill, item in parts])
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -535,7 +535,7 @@ def launch(
     channels, slices = _slices_of_many(tokens, dim) if many else _slices(dim)
     sums = streams.new_empty((tokens, rows + 1, slices), dtype=torch.float32)
     of_mix = mix.base, mix.scale, mix.base.stride(0), mix.scale.stride(0), mix.norm_weight, mix.norm_weight.stride(0)
-    strides = None if returned is None else tuple(each.stride() for each in returned)
+    strides = None if returned is None else tuple(tensor.stride() for tensor in returned)
     scalars = mix.norm_eps, mix.hc_eps, mix.iterations
     shape = Shape(dim, channels, rows, triton.next_power_of_2(rows))
     counters = None if tokens > MAX_ONE_LAUNCH else arrival_counters(tokens, streams.device)
@@ -587,7 +587,7 @@ def _launch_many(
         num_warps=4, **pdl_arguments(device, programs),
     )  # fmt: skip
     programs = triton.cdiv(tokens, MANY_TILE_TOKENS) * triton.cdiv(dim, shape.channels)
-    strides = streams.stride(), None if returned is None else tuple(each.stride() for each in returned)
+    strides = streams.stride(), None if returned is None else tuple(tensor.stride() for tensor in returned)
     ptx = gpu_of(device).backend == "cuda"
     launch_kernel(
         mhc_many_tokens_kernel, (programs,), new, sums, parts, (streams, returned), strides, tokens, SHAPE=shape,
@@ -636,9 +636,9 @@ def why_unsupported(streams: Tensor) -> str:
 
 def mhc_boundary(a: MhcBoundary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the op. The order of sums is not the reference's, which moves results by a rounding."""
-    found = launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]))
-    assert found.streams is not None and found.post is not None and found.comb is not None
-    return found.streams, found.y, found.post, found.comb
+    results = launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]))
+    assert results.streams is not None and results.post is not None and results.comb is not None
+    return results.streams, results.y, results.post, results.comb
 
 
 def why_unsupported_mhc_boundary(a: MhcBoundary) -> str:
@@ -648,9 +648,9 @@ def why_unsupported_mhc_boundary(a: MhcBoundary) -> str:
 
 def all_reduce_mhc_boundary(a: MhcBoundary, peers: Peers, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run `mhc_boundary` on the sum of `a.output` over ranks, for calls that `why_unsupported_over_ranks` takes."""
-    found = launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]), peers, rank)
-    assert found.streams is not None and found.post is not None and found.comb is not None
-    return found.streams, found.y, found.post, found.comb
+    results = launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]), peers, rank)
+    assert results.streams is not None and results.post is not None and results.comb is not None
+    return results.streams, results.y, results.post, results.comb
 
 
 def why_unsupported_over_ranks(a: MhcBoundary) -> str:

@@ -18,9 +18,9 @@ def mhc_pre(
     iterations: int = 20,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the op. The order of sums is not the reference's, which moves results by a rounding."""
-    found = launch(streams, None, Mix(fn, base, scale, norm_weight, norm_eps, hc_eps, iterations))
-    assert found.post is not None and found.comb is not None
-    return found.y, found.post, found.comb
+    results = launch(streams, None, Mix(fn, base, scale, norm_weight, norm_eps, hc_eps, iterations))
+    assert results.post is not None and results.comb is not None
+    return results.y, results.post, results.comb
 
 
 def why_unsupported_mhc_pre(

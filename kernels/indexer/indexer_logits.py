@@ -122,12 +122,12 @@ def score_and_select(
         rows = slice(start, min(start + at_a_time, tokens))
         # Without entries there is no scoring kernel to wait for.
         dependent = reach > 0 and pdl_arguments(op.q.device, rows.stop - start)["PDL"]
-        part = op._replace(
+        chunk = op._replace(
             q=op.q[rows], q_scale=op.q_scale[rows], weights=op.weights[rows],
             token_to_req=op.token_to_req[rows], context_lens=op.context_lens[rows],
         )  # fmt: skip
-        _score(ScoreCall(part, keys, reach, op.topk, dependent), programs, score_tile)
-        entries = KeyRows(keys, part.token_to_req, part.context_lens, op.block_table.shape[0], reach)
+        _score(ScoreCall(chunk, keys, reach, op.topk, dependent), programs, score_tile)
+        entries = KeyRows(keys, chunk.token_to_req, chunk.context_lens, op.block_table.shape[0], reach)
         where = slots and slots._replace(counts=slots.counts[rows], is_valid_token=slots.is_valid_token[rows])
         select(selected[rows], entries, select_tile, where, dependent=dependent)
 
@@ -167,11 +167,11 @@ def indexer_logits_topk_ragged(
     keys = op.q.new_empty((at_a_time, stride), dtype=torch.int32)
     lens = op.q.new_empty((at_a_time,), dtype=torch.int32)
     for start in range(0, tokens, at_a_time):
-        part = slice(start, min(start + at_a_time, tokens))
-        out = selected[part]
+        rows_of_chunk = slice(start, min(start + at_a_time, tokens))
+        out = selected[rows_of_chunk]
         some = op._replace(
-            q=op.q[part], q_scale=op.q_scale[part], weights=op.weights[part],
-            row_starts=op.row_starts[part], row_ends=op.row_ends[part],
+            q=op.q[rows_of_chunk], q_scale=op.q_scale[rows_of_chunk], weights=op.weights[rows_of_chunk],
+            row_starts=op.row_starts[rows_of_chunk], row_ends=op.row_ends[rows_of_chunk],
         )  # fmt: skip
         score_ragged(RaggedScoreCall(some, keys, lens, op.topk), programs, score_tile)
         # Every token is a separate request, also one numbered -1: lengths are never negative.

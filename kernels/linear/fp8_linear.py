@@ -59,7 +59,7 @@ def widened(scale: Tensor) -> Tensor:
 
 def _cuda() -> tuple[int, ...]:
     """Return the CUDA version that torch is built for, (0,) for none."""
-    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    return tuple(int(number) for number in (torch.version.cuda or "0").split(".")[:2])
 
 
 def multiply_by_torch(values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:

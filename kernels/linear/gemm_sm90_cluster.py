@@ -367,7 +367,7 @@ def weight_tiles(tokens: int, groups: int, weight: Tensor) -> WeightTiles:
 
 def choose_cluster(gpu: Gpu, weights: list[WeightTiles]) -> int:
     """Return the size of the largest clusters that run in one wave, 0 if there are none."""
-    tiles = sum(each.tiles for each in weights)
+    tiles = sum(weight.tiles for weight in weights)
     return next(
         (n for n in CLUSTER_SIZES if tiles <= max_clusters(gpu, n, 1) and all(_can_split(w, n) for w in weights)), 0
     )
@@ -389,8 +389,8 @@ def single_fit(gpu: Gpu, tokens: int, first: WeightTiles, second: WeightTiles) -
 
 def _can_split(weight: WeightTiles, cluster: int) -> bool:
     """Return whether every CTA of a cluster has K-blocks, and all but the last MIN_K_BLOCKS."""
-    each = cdiv(weight.k_blocks, cluster)
-    return each >= MIN_K_BLOCKS and (cluster - 1) * each < weight.k_blocks
+    k_blocks_per_cta = cdiv(weight.k_blocks, cluster)
+    return k_blocks_per_cta >= MIN_K_BLOCKS and (cluster - 1) * k_blocks_per_cta < weight.k_blocks
 
 
 def ring_depth(tokens: int) -> int:

@@ -88,14 +88,14 @@ class PairTiling(NamedTuple):
 def choose_tiling(gpu: Gpu, tokens: int, k_blocks: tuple[int, int], tiles: tuple[int, int]) -> PairTiling:
     """Return the largest clusters that run in one wave, the same for both weights, else splits through memory."""
     for cluster in CLUSTER_SIZES:
-        whole = all((cluster - 1) * cdiv(n, cluster) < n for n in k_blocks)
-        if whole and sum(tiles) <= max_clusters(gpu, cluster, CTAS_PER_SM):
+        all_busy = all((cluster - 1) * cdiv(n, cluster) < n for n in k_blocks)
+        if all_busy and sum(tiles) <= max_clusters(gpu, cluster, CTAS_PER_SM):
             more = tokens <= FEW_TOKENS and cluster == LARGE_CLUSTER
             pair = PairTiling((cluster, cluster), cluster, CTAS_PER_SM + more)
             if _fits(pair, tokens, k_blocks):
                 return pair
-    each = k_blocks_of_a_wave(gpu, *k_blocks, *tiles)
-    return PairTiling((_whole_splits(k_blocks[0], each), _whole_splits(k_blocks[1], each)), 0, 2)
+    most = k_blocks_of_a_wave(gpu, *k_blocks, *tiles)
+    return PairTiling((_whole_splits(k_blocks[0], most), _whole_splits(k_blocks[1], most)), 0, 2)
 
 
 def k_blocks_each(pair: PairTiling, k_blocks: tuple[int, int]) -> list[int]:
@@ -109,10 +109,10 @@ def _tilings(pair: PairTiling) -> list[SmallTiling]:
 
 def ring_depths(pair: PairTiling, tokens: int, k_blocks: tuple[int, int]) -> list[int]:
     """Return the ring buffers that fit for a CTA of either weight; the first quantizes x."""
-    block_m, each = block_of(tokens), k_blocks_each(pair, k_blocks)
+    block_m, k_blocks_per_cta = block_of(tokens), k_blocks_each(pair, k_blocks)
     return [
-        ring_depth(tiling, block_m, n, i == 0, max(each))
-        for i, (tiling, n) in enumerate(zip(_tilings(pair), each, strict=True))
+        ring_depth(tiling, block_m, n, i == 0, max(k_blocks_per_cta))
+        for i, (tiling, n) in enumerate(zip(_tilings(pair), k_blocks_per_cta, strict=True))
     ]
 
 
@@ -174,10 +174,10 @@ def launch(x: Tensor, weight: Tensor, weight_scale: Tensor, weight_2: Tensor, ou
         weight_scale = weight_scale.view(torch.uint8)
     k_blocks, tiles = sizes_of(x[:, 0], weight, weight_2)
     pair = choose_tiling(gpu, tokens, k_blocks, tiles)
-    each, rings = k_blocks_each(pair, k_blocks), ring_depths(pair, tokens, k_blocks)
+    k_blocks_per_cta, rings = k_blocks_each(pair, k_blocks), ring_depths(pair, tokens, k_blocks)
     config, config_2 = (
-        config_of(x, of, tiling, n, ring, of is weight, max(each))
-        for of, tiling, n, ring in zip((weight, weight_2), _tilings(pair), each, rings, strict=True)
+        config_of(x, of, tiling, n, ring, of is weight, max(k_blocks_per_cta))
+        for of, tiling, n, ring in zip((weight, weight_2), _tilings(pair), k_blocks_per_cta, rings, strict=True)
     )
     inputs = tma_matrix(x, config_2.block_k)
     assert inputs is not None
@@ -212,7 +212,7 @@ def launch(x: Tensor, weight: Tensor, weight_scale: Tensor, weight_2: Tensor, ou
         weight.shape[0],
         weight_2.shape[0],
         size,
-        *each,
+        *k_blocks_per_cta,
         first_2,
         config=config,
         config_2=config_2,

@@ -406,8 +406,8 @@ def tiling_of(
     k_blocks = cdiv(size, K_BLOCK_BYTES // weight.element_size())
     rows, two_bytes = weight.shape[0] // groups, weight.element_size() == 2
     tiling = choose_tiling(gpu, tokens, groups, rows, k_blocks, two_bytes, whole, quantize)
-    each = cdiv(k_blocks, tiling.splits)
-    return tiling._replace(splits=cdiv(k_blocks, each)), each
+    k_blocks_per_cta = cdiv(k_blocks, tiling.splits)
+    return tiling._replace(splits=cdiv(k_blocks, k_blocks_per_cta)), k_blocks_per_cta
 
 
 def ring_depth(tiling: SmallTiling, block_m: int, k_blocks: int, quantize: bool, most: int = 0) -> int:
@@ -472,9 +472,9 @@ def why_unsupported(x: Tensor, weight: Tensor, quantize: bool, gpu: Gpu) -> str:
     if tokens > MAX_TILE_TOKENS and weight.nbytes > MAX_BYTES:
         return f"for {tokens} tokens it takes weights up to {MAX_BYTES} bytes, not {weight.nbytes}"
     if quantize:
-        tiling, each = tiling_of(x, weight, gpu, True)
-        if ring_depth(tiling, block_of(tokens), each, True) < 1:
-            return f"{each} K-blocks of quantized x leave no shared memory for the weight"
+        tiling, k_blocks_per_cta = tiling_of(x, weight, gpu, True)
+        if ring_depth(tiling, block_of(tokens), k_blocks_per_cta, True) < 1:
+            return f"{k_blocks_per_cta} K-blocks of quantized x leave no shared memory for the weight"
     return why_unsupported_operands(x, weight, quantize)
 
 
@@ -515,15 +515,15 @@ def launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu, out_scale:
     tokens, groups, size = x.shape
     inputs = tma_matrix(x, K_BLOCK_BYTES // weight.element_size())
     assert inputs is not None
-    tiling, each = tiling_of(x, weight, gpu, quantize, out_scale is not None)
-    ring = ring_depth(tiling, block_of(tokens), each, quantize)
-    config = config_of(x, weight, tiling, each, ring, quantize)
+    tiling, k_blocks_per_cta = tiling_of(x, weight, gpu, quantize, out_scale is not None)
+    ring = ring_depth(tiling, block_of(tokens), k_blocks_per_cta, quantize)
+    config = config_of(x, weight, tiling, k_blocks_per_cta, ring, quantize)
     token_blocks, rows = cdiv(tokens, config.block_m), weight.shape[0] // groups
     tiles = token_blocks * groups * cdiv(rows, tiling.block_n)
     alone = tiles * tiling.splits <= gpu.sms and config.resident and weight_scale is not None
     config = replace(
         config,
-        mmas=mmas_ahead(tiling, config.block_m, each) if alone else 1,
+        mmas=mmas_ahead(tiling, config.block_m, k_blocks_per_cta) if alone else 1,
         pace=paced_k_blocks(gpu, tiling, tiles // token_blocks, ring, quantize),
     )
     partial_sums = arrived = None
@@ -556,7 +556,7 @@ def launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu, out_scale:
         groups,
         rows,
         size,
-        each,
+        k_blocks_per_cta,
         config=config,
         num_warps=tiling.warps,
         launch_pdl=True,

@@ -186,9 +186,9 @@ def batch_metadata_kernel(
 
 def why_unsupported_batch_metadata(op: BatchMetadataArguments) -> str:
     """Return why the kernel does not support a call, "" if it does."""
-    given = op._asdict()
+    arguments = op._asdict()
     for name in (*TOKENS, *(name for buffers in GROUPS.values() for name in buffers), *CONTEXT_LENS):
-        buffer = given[name]
+        buffer = arguments[name]
         if buffer is not None and buffer.shape[0] and buffer.stride(-1) != 1 and buffer.shape[-1] > 1:
             return f"the last dim of {name} is contiguous, this one has stride {buffer.stride(-1)}"
     return ""
@@ -196,9 +196,9 @@ def why_unsupported_batch_metadata(op: BatchMetadataArguments) -> str:
 
 def batch_metadata(op: BatchMetadataArguments) -> None:
     """Launch `batch_metadata`; every byte of the buffers equals the reference."""
-    given = op._asdict()
+    arguments = op._asdict()
     positions, engine, starts, lens = op.positions, op.slot_mapping, op.query_start_loc, op.seq_lens
-    tables = [given[f"{group}_block_table"] for group in GROUPS]
+    tables = [arguments[f"{group}_block_table"] for group in GROUPS]
     rows, requests = positions.shape[0], lens.shape[0]
     if rows == 0:
         return
@@ -207,7 +207,7 @@ def batch_metadata(op: BatchMetadataArguments) -> None:
     piece = min(PIECE, triton.next_power_of_2(max(widths[1], 1)))
 
     def present(name: str) -> Tensor:
-        return positions if given[name] is None else given[name]
+        return positions if arguments[name] is None else arguments[name]
 
     some = [positions[:, None] if table is None else table for table in tables]
     launch_kernel(

@@ -277,17 +277,17 @@ def _most_tokens_of_tile(gpu: Gpu, weights: Sequence[Weight]) -> int:
     """Return the largest tile of tokens that `weights` of one kind of experts take."""
     if gpu.capability != SM90:
         return 128 if gpu.backend == "cuda" else 64
-    return 64 if any(each.kind == "e4m3" and not each.has_power_scales for each in weights) else 128
+    return 64 if any(weight.kind == "e4m3" and not weight.has_power_scales for weight in weights) else 128
 
 
 def choose_tokens(places: int, experts: int, largest: int) -> int:
     """Return the tokens of a tile: about as many as an expert has, so that weights are read and unpacked once."""
     if places <= FEW_PLACES:
         return 16
-    each = places / experts
-    if each <= 12:
+    places_per_expert = places / experts
+    if places_per_expert <= 12:
         return 16
-    return 32 if each <= 24 else min(largest, 64 if each <= 64 else 128)
+    return 32 if places_per_expert <= 24 else min(largest, 64 if places_per_expert <= 64 else 128)
 
 
 def _tokens_of_shared(gpu: Gpu, tokens: int, tile: int, largest: int) -> int:
@@ -329,8 +329,8 @@ def moe_experts(call: ExpertsArguments) -> Tensor:
     ids, weights = call.ids.contiguous(), call.weights.contiguous()
     passes = cdiv(len(out), MOST_TOKENS)
     for number in range(passes):
-        part = slice(len(out) * number // passes, len(out) * (number + 1) // passes)
-        _launch(call._replace(x=call.x[part], ids=ids[part], weights=weights[part]), out[part])
+        tokens = slice(len(out) * number // passes, len(out) * (number + 1) // passes)
+        _launch(call._replace(x=call.x[tokens], ids=ids[tokens], weights=weights[tokens]), out[tokens])
     return out
 
 
@@ -385,22 +385,22 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         ctas = (slots + shared_slots) * rows / 64 / gpu.sms
         if second is not None:
             rows = math.gcd(rows, second.values.shape[1])
-        each = choose_tiling(gpu, tile, first.kind, rows, first.size, ctas)
-        own = first.operand(halves, each.rows, each.block_k, tma)
-        of_tile = GemmTile(each.rows, tile, each.block_k, each.stages, first.kind, call.interleaved, tma, ptx)
+        tiling = choose_tiling(gpu, tile, first.kind, rows, first.size, ctas)
+        operand = first.operand(halves, tiling.rows, tiling.block_k, tma)
+        of_tile = GemmTile(tiling.rows, tile, tiling.block_k, tiling.stages, first.kind, call.interleaved, tma, ptx)
         of_shared = of_tile._replace(tokens=shared_tile, kind="none", interleaved=False)
-        operands: tuple[Any, ...] = (own, first.scale, None, None)
+        operands: tuple[Any, ...] = (operand, first.scale, None, None)
         if second is not None:
             other = choose_tiling(gpu, shared_tile, second.kind, rows, second.size, ctas)
             mixed = first.kind == "mxfp4" and second.kind == "e4m3" and ctas > FEW_CTAS
             if mixed:
                 other = other._replace(block_k=min(other.block_k, MIXED_BLOCK_K))
-            if mixed or other.rows > each.rows:  # more stages would cost a CTA per SM
+            if mixed or other.rows > tiling.rows:  # more stages would cost a CTA per SM
                 other = other._replace(stages=min(other.stages, 3))
             of_shared = of_shared._replace(kind=second.kind, block_k=other.block_k, stages=other.stages)
-            operands = own, first.scale, second.operand(halves, each.rows, other.block_k, tma), second.scale
-        constants = {"TILE": of_tile, "SHARED_TILE": of_shared, "num_warps": each.warps}
-        return operands, constants | register_limit(device, each.registers), each.rows
+            operands = operand, first.scale, second.operand(halves, tiling.rows, other.block_k, tma), second.scale
+        constants = {"TILE": of_tile, "SHARED_TILE": of_shared, "num_warps": tiling.warps}
+        return operands, constants | register_limit(device, tiling.registers), tiling.rows
 
     reordered = None
     if "mxfp4" in (w13.kind if not call.interleaved else "", shared13.kind if shared13 is not None else ""):

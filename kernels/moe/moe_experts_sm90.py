@@ -243,7 +243,7 @@ def split_down_kernel(
 def fits(w13: Weight, w2: Weight, shared: tuple[Weight, Weight] | None, places: int, gpu: Gpu) -> bool:
     """Return whether each expert has few of the places, and its CTAs are enough for the GPU."""
     experts = len(w13.values)
-    if (w13.kind, w2.kind) != ("mxfp4", "mxfp4") or any(each.kind != "e4m3" for each in shared or ()):
+    if (w13.kind, w2.kind) != ("mxfp4", "mxfp4") or any(weight.kind != "e4m3" for weight in shared or ()):
         return False
     ctas = min(places, experts) * 2 * w2.size / 64 / gpu.sms
     return places <= min(MOST_PLACES, MOST_EACH * experts) and ctas > FEW_CTAS
@@ -294,10 +294,10 @@ def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight
     def product(weight: Weight, other: Weight | None, halves: int) -> tuple[tuple[object, ...], GemmTile]:
         """Return the weights of a launch as its arguments, and its tile."""
         block_k = BLOCK_K if weight.size % BLOCK_K == 0 else SCALE_COLUMNS
-        own = descriptor(weight.values.view(torch.uint8), halves, ROWS, block_k // 2)
-        beside = (None, None) if other is None else (descriptor(other.values, halves, ROWS, HALF), other.scale)
+        values = descriptor(weight.values.view(torch.uint8), halves, ROWS, block_k // 2)
+        other_operands = (None, None) if other is None else (descriptor(other.values, halves, ROWS, HALF), other.scale)
         tile = GemmTile(ROWS, TOKENS, block_k, STAGES, "mxfp4", interleaved=False, tma=True, ptx=ptx)
-        return (own, weight.scale, *beside), tile
+        return (values, weight.scale, *other_operands), tile
 
     first, second = (None, None) if shared is None else shared
     weights, tile = product(w13, first, 2)

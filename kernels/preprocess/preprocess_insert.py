@@ -383,7 +383,7 @@ def preprocess_insert(
     chunk = tiling.tokens if main.tensors is None else max(tiling.tokens, main.shape.tokens, keys.shape.tokens)
     if main.tensors is not None:
         # One flag for both compressors.
-        flat = all(dense(each.tensors.state_cache, call.ratio, each.shape.dim) for each in (main, keys) if each.tensors)
+        flat = all(dense(pool.tensors.state_cache, call.ratio, pool.shape.dim) for pool in (main, keys) if pool.tensors)
         main = main._replace(shape=main.shape._replace(dense=flat), pools=chunk // main.shape.tokens * main.shape.parts)
         if keys.tensors is not None:
             keys = keys._replace(shape=keys.shape._replace(dense=flat), pools=chunk // keys.shape.tokens)
