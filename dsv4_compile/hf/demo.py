@@ -141,7 +141,7 @@ def _ms_per_step(models: Sequence[Any], prompts: list[Tensor]) -> list[float]:
     for model in models:
         seconds(model, 2)
     rounds = [[step(model) for model in models] for _ in range(3)]
-    return [statistics.median(each) for each in zip(*rounds, strict=True)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def _run(name: str, model: Any, prompts: list[Tensor], args: argparse.Namespace) -> list[Row]:

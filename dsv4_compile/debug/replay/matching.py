@@ -58,10 +58,10 @@ def _ascending(pairs: Sequence[Pair]) -> list[Pair]:
     ends: list[int] = []  # the lowest second place that a series of this length ends with
     last: list[int] = []
     before: list[int] = []
-    for number, (_, place) in enumerate(pairs):
-        length = bisect_left(ends, place)
+    for number, (_, second) in enumerate(pairs):
+        length = bisect_left(ends, second)
         before.append(last[length - 1] if length else -1)
-        ends[length : length + 1] = [place]
+        ends[length : length + 1] = [second]
         last[length : length + 1] = [number]
     series, number = [], last[-1] if last else -1
     while number >= 0:

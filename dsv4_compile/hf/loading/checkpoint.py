@@ -124,30 +124,30 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     Raises E209 if there is no such folder or nothing in it to check. Whatever else is wrong is in `problems`.
     """
     folder = _folder(path)
-    found = Checkpoint(folder, read_json(folder, folder / "config.json"))
+    checkpoint = Checkpoint(folder, read_json(folder, folder / "config.json"))
     index = read_index(folder)
-    found.files = _files(folder, index)
+    checkpoint.files = _files(folder, index)
     listed: dict[Path, set[str]] = {}
     for name, other in index.items():
         listed.setdefault(folder / other, set()).add(name)
-    for file in found.files:
+    for file in checkpoint.files:
         names = listed.get(file, set())
         if not os.path.lexists(file):
             why = f"holds {len(names)} tensors by the index, {min(names)} first" if names else ""
-            found.problems.add("E209", got=f"no file {file}", why=why, fix="finish the download")
+            checkpoint.problems.add("E209", got=f"no file {file}", why=why, fix="finish the download")
             continue
         tensors, source, problem = read_header(folder, file)
         if source is not None:
-            found.sources[file] = source
+            checkpoint.sources[file] = source
         if problem is not None:
-            found.problems.append(problem)
+            checkpoint.problems.append(problem)
         elif index:
-            _compare(found, file, tensors, names, index)
+            _compare(checkpoint, file, tensors, names, index)
         for stored in tensors.values():
-            _add(found, stored)
-        most = len(found.tensors) + len(found.drafts) <= MOST_TENSORS
+            _add(checkpoint, stored)
+        most = len(checkpoint.tensors) + len(checkpoint.drafts) <= MOST_TENSORS
         check(most, "E209", got=f"more than {MOST_TENSORS} tensors in {folder}", why="DeepSeek-V4 has fewer")
-    return found
+    return checkpoint
 
 
 def _compare(
@@ -176,14 +176,16 @@ def _add(found: Checkpoint, stored: Stored) -> None:
 
 
 def _folder(path: str | Path) -> Path:
-    """Return the folder at `path`, or raise E209 with what the caller may have meant."""
+    """Return the folder at `path`, or raise E209 with a likely fix."""
     folder, name = folder_of(path), shown(str(path))[1:-1]
     if os.path.isdir(folder):
         if os.path.lexists(folder / "config.json"):
             return folder
-        nested = sorted(each.parent for depth in ("*", "snapshots/*") for each in folder.glob(f"{depth}/config.json"))
-        found = ", ".join(map(str, nested[:3]))
-        fix = f"pass the folder that holds it: {found}" if nested else "pass the folder of a whole checkpoint"
+        nested = sorted(
+            config.parent for depth in ("*", "snapshots/*") for config in folder.glob(f"{depth}/config.json")
+        )
+        candidates = ", ".join(map(str, nested[:3]))
+        fix = f"pass the folder that holds it: {candidates}" if nested else "pass the folder of a whole checkpoint"
         why = "adapters alone are no model" if os.path.isfile(folder / "adapter_config.json") else ""
         raise error("E209", got=f"no config.json in {folder}", why=why, fix=fix)
     if os.path.isfile(folder):

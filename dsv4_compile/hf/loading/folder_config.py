@@ -62,7 +62,7 @@ def model_config(raw: Mapping[str, Any]) -> Any:
         fields = {**fields, "compress_ratios": [0 if ratio == 1 else ratio for ratio in fields["compress_ratios"]]}
     try:
         config: Any = HfConfig.from_dict(fields | {"attn_implementation": "eager"})
-    except Exception as fault:  # a strict dataclass of transformers raises classes of its own
+    except Exception as fault:  # strict dataclasses of transformers raise several classes
         raise error("E205", got="a config.json that transformers does not read", why=str(fault)) from None
     _check_same(ours, DeepseekV4Config.from_hf(config))
     for name, value in _NEEDED.items():
@@ -129,7 +129,7 @@ def _check_quantization(quantization: Mapping[str, Any]) -> None:
 def check_counts(config: Any, tensors: Mapping[str, Stored]) -> None:
     """Raise E207 for a configuration of more layers or experts than the headers have, before modules are built.
 
-    So the work of a load is bounded by what is stored, whatever `config.json` says.
+    So the size of the stored tensors bounds the work of a load, whatever `config.json` says.
     """
     layers = {match[1] for name in tensors if (match := _LAYER.match(name))}
     wanted = config.num_hidden_layers
@@ -180,5 +180,5 @@ def generation_config(folder: Path, vocab_size: int) -> GenerationConfig | None:
 def _flat(tokens: Any) -> list[int]:
     """Return token ids of nested lists, none for None."""
     if isinstance(tokens, list):
-        return [token for each in tokens for token in _flat(each)]
+        return [token for item in tokens for token in _flat(item)]
     return [] if tokens is None else [tokens]

@@ -60,21 +60,21 @@ def rows(path: str | Path) -> list[Row]:
     try:
         checkpoint = read_checkpoint(path)
     except DSV4Error as fault:
-        whole = [] if fault.code == "E209" else [Row("folder", str(path))]
-        return [*whole, _problem(fault)]
-    found = [_folder(checkpoint)]
+        report = [] if fault.code == "E209" else [Row("folder", str(path))]
+        return [*report, _problem(fault)]
+    report = [_folder(checkpoint)]
     problems, count = list(checkpoint.problems.kept), checkpoint.problems.count
     try:
         placement = place(checkpoint)
         problems += placement.problems.kept
         count += placement.problems.count
-        found += [*_model(checkpoint), *_kinds(checkpoint), *_memory(checkpoint, placement)]
+        report += [*_model(checkpoint), *_kinds(checkpoint), *_memory(checkpoint, placement)]
     except DSV4Error as fault:
         problems.insert(0, fault)
         count += 1
     shown = [_problem(fault) for fault in problems[:MOST_PROBLEMS]]
     left = count - len(shown)
-    return found + shown + ([Row("more", f"{left} problems like these", "fix")] if left else [])
+    return report + shown + ([Row("more", f"{left} problems like these", "fix")] if left else [])
 
 
 def _problem(fault: DSV4Error) -> Row:
@@ -97,14 +97,14 @@ def _model(checkpoint: Checkpoint) -> list[Row]:
     kinds = ", ".join(f"{counts[kind]} {kind.upper()}" for kind in (SWA, CSA, HCA) if counts[kind])
     hashed = sum(name.endswith("tid2eid") for name in checkpoint.tensors)
     experts = f"{raw.get('n_routed_experts')} experts, {raw.get('num_experts_per_tok')} a token"
-    own = any(".attn." in stored.name for stored in checkpoint.tensors.values())
-    found = [
+    official = any(".attn." in stored.name for stored in checkpoint.tensors.values())
+    report = [
         Row("layers", f"{config.num_layers} ({kinds}), {hashed} routed by hash; {experts}"),
-        Row("tensors", f"{len(checkpoint.tensors)} with {'DeepSeek' if own else 'transformers'}'s names"),
+        Row("tensors", f"{len(checkpoint.tensors)} with {'DeepSeek' if official else 'transformers'}'s names"),
     ]
     if checkpoint.drafts:
-        found.append(Row("draft layers", describe_drafts(checkpoint), note="not loaded"))
-    return found
+        report.append(Row("draft layers", describe_drafts(checkpoint), note="not loaded"))
+    return report
 
 
 def _kinds(checkpoint: Checkpoint) -> list[Row]:
@@ -114,15 +114,15 @@ def _kinds(checkpoint: Checkpoint) -> list[Row]:
     for name, stored in checkpoint.tensors.items():
         kind = next((kind for kind, search in patterns if search(name)), None)
         groups.setdefault(kind or "others", []).append(stored)
-    found = []
+    report = []
     for kind, tensors in groups.items():
         sizes: Counter[str] = Counter()
         for stored in tensors:
             sizes[stored.dtype] += stored.nbytes
         dtypes = ", ".join(f"{dtype} {size / _GIGA:.2f}" for dtype, size in sizes.most_common())
         if tensors:
-            found.append(Row(kind, f"{_gigabytes(tensors)} in {len(tensors)} tensors ({dtypes})"))
-    return found
+            report.append(Row(kind, f"{_gigabytes(tensors)} in {len(tensors)} tensors ({dtypes})"))
+    return report
 
 
 def _memory(checkpoint: Checkpoint, placement: Placement) -> list[Row]:
@@ -131,7 +131,7 @@ def _memory(checkpoint: Checkpoint, placement: Placement) -> list[Row]:
     formats = CacheFormat.resolve(model_dtype=placement.model.config.dtype)
     caches = PagedCaches(config, max_batch_size=BATCH, max_seq_len=TOKENS, cache_format=formats, device="meta").nbytes
     split = placement.nbytes(lambda name: split_of(name) is not None)
-    found = [
+    report = [
         Row("memory", f"{weights / _GIGA:.2f} GB of weights, {caches / _GIGA:.2f} GB of caches for {BATCH} x {TOKENS}")
     ]
     gpus = {name: size * 2**30 for name, size in GPUS.items()}
@@ -139,10 +139,12 @@ def _memory(checkpoint: Checkpoint, placement: Placement) -> list[Row]:
         facts = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpus = {f"{facts.name}, here": facts.total_memory} | gpus
     for name, size in gpus.items():
-        each = {count: weights - split + split / count for count in COUNTS}
-        enough = next((count for count in COUNTS if each[count] + caches <= FILLED * size), None)
+        per_gpu = {count: weights - split + split / count for count in COUNTS}
+        enough = next((count for count in COUNTS if per_gpu[count] + caches <= FILLED * size), None)
         if enough is None:
-            found.append(Row(name, f"more than {COUNTS[-1]} of {size / _GIGA:.0f} GB"))
+            report.append(Row(name, f"more than {COUNTS[-1]} of {size / _GIGA:.0f} GB"))
         else:
-            found.append(Row(name, f"{enough} of {size / _GIGA:.0f} GB, {each[enough] / _GIGA:.2f} GB of weights each"))
-    return found
+            report.append(
+                Row(name, f"{enough} of {size / _GIGA:.0f} GB, {per_gpu[enough] / _GIGA:.2f} GB of weights each")
+            )
+    return report

@@ -68,7 +68,7 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Placement:
-    """A model on the meta device and what fills it.
+    """A model on the meta device, and the stored pieces that fill it.
 
     Attributes:
         dtypes: dtype of every parameter and persistent buffer by name.
@@ -170,19 +170,19 @@ class _Planner:
             options: dict[str, Any] = {"block_size": _BLOCK, "scale_fmt": "float" if floating else "ue8m0"}
             if experts:
                 self.check_divides(path, kind, config.moe_intermediate_size, config.hidden_size)
-                made = _fp8_experts(config, "fp4" if kind == "mxfp4" else "fp8", options)
+                quantised = _fp8_experts(config, "fp4" if kind == "mxfp4" else "fp8", options)
             elif hasattr(module, "n_groups"):
                 if kind == "e4m3" and module.in_features % WEIGHT_TILE:
                     got = f"{path} in e4m3 with {module.in_features} inputs a group"
                     self.problem(
                         got, f"a group's heads fill whole tiles of {WEIGHT_TILE}", "load(..., dequantize=True)"
                     )
-                made = FP8GroupedLinear(module.in_features, module.out_features, module.n_groups, **options)
+                quantised = FP8GroupedLinear(module.in_features, module.out_features, module.n_groups, **options)
             else:
-                made = FP8Linear(module.in_features, module.out_features, **options)
+                quantised = FP8Linear(module.in_features, module.out_features, **options)
                 if "shared_experts" in path:
                     self.check_divides(path, kind, config.moe_intermediate_size, WEIGHT_TILE)
-            self.model.set_submodule(path, made)
+            self.model.set_submodule(path, quantised)
         self.describe()
 
     def describe(self) -> None:
@@ -222,11 +222,12 @@ class _Planner:
             if source not in self.stored:
                 missing.append(source)
                 continue
-            stored, part = self.stored[source], index if source == official else ()
+            stored, stored_part = self.stored[source], index if source == official else ()
             self.used.add(source)
-            piece = Piece(stored, name, index, part)
-            whole = shape if part else piece_shape
-            if self.expect(stored, _packed(whole) if kind == "mxfp4" else whole, allowed, name) and kind != "float":
+            piece = Piece(stored, name, index, stored_part)
+            expected = shape if stored_part else piece_shape
+            expected = _packed(expected) if kind == "mxfp4" else expected
+            if self.expect(stored, expected, allowed, name) and kind != "float":
                 piece = self.with_scale(piece, source, kind, piece_shape, missing)
             self.placement.pieces.append(piece)
         if missing:
@@ -258,29 +259,29 @@ class _Planner:
 
     def with_scale(self, piece: Piece, source: str, kind: str, shape: tuple[int, ...], missing: list[str]) -> Piece:
         """Return `piece`, a matrix of `shape`, with the scales that dequantise it: its own, or those of all experts."""
-        own = f"{source.removesuffix('.weight')}.scale"
+        of_matrix = f"{source.removesuffix('.weight')}.scale"
         rows, columns = shape
         tile = (1, MX_TILE) if kind == "mxfp4" else _BLOCK
         wanted: tuple[int, ...] = (cdiv(rows, tile[0]), cdiv(columns, tile[1]))
         fused = f"{official_name(piece.target)}.scale"
-        name = own if own in self.stored else fused
+        name = of_matrix if of_matrix in self.stored else fused
         if name not in self.stored:
-            missing.append(own)
+            missing.append(of_matrix)
             return piece
         self.used.add(name)
-        scale, part = self.stored[name], piece.scale_part
+        scale, scale_part = self.stored[name], piece.scale_part
         if name == fused and piece.into:
             first = piece.into[1].start if len(piece.into) > 1 and isinstance(piece.into[1], slice) else 0
             if first % tile[0]:
                 self.problem(f"{self.stored[name]}, whose blocks reach from gate to up", fix="store experts one by one")
-            part = (piece.into[0], slice(first // tile[0], first // tile[0] + wanted[0]))
+            scale_part = (piece.into[0], slice(first // tile[0], first // tile[0] + wanted[0]))
             experts = self.model.get_parameter(piece.target).shape
             wanted = (experts[0], cdiv(experts[1], tile[0]), wanted[1])
         self.expect(scale, wanted, _SCALES[kind], piece.target)
-        return piece._replace(scale=scale, scale_part=part)
+        return piece._replace(scale=scale, scale_part=scale_part)
 
     def expect(self, stored: Stored, shape: Iterable[int], allowed: tuple[str, ...], target: str) -> bool:
-        """Report a tensor of another shape or dtype, and return whether it is right."""
+        """Report a stored tensor whose shape or dtype is wrong, and return whether both are right."""
         wanted = tuple(shape)
         if stored.dtype not in allowed or stored.dtype not in DTYPES:
             self.problem(f"{stored} of dtype {stored.dtype}", f"{target} is stored in {' or '.join(allowed)}")

@@ -19,9 +19,9 @@ def split_placement(placement: Placement, ranks: Ranks, expert_layout: str) -> N
     sizes = {name: tensor.shape for name, tensor in targets(placement.model)}
     keep_part(placement.model, ranks, expert_layout)
     placement.pieces = [
-        part
+        rank_piece
         for piece in placement.pieces
-        for part in _parts(piece, sizes[piece.target], split_of(piece.target, expert_layout), ranks)
+        for rank_piece in _parts(piece, sizes[piece.target], split_of(piece.target, expert_layout), ranks)
     ]
 
 
@@ -33,23 +33,23 @@ def _parts(piece: Piece, shape: tuple[int, ...], how: Split | None, ranks: Ranks
     half = shape[how.dim] // how.halves
     begin, end = ranks.part(half)
     into = (*piece.into, *(slice(0, size) for size in shape[len(piece.into) :]))
-    place = into[how.dim]
+    target = into[how.dim]
     for number in range(how.halves):
         first, moved = number * half + begin, number * (end - begin) - number * half - begin
         last = number * half + end
-        if isinstance(place, int):
-            if first <= place < last:
-                yield piece._replace(into=_with(into, how.dim, place + moved))
+        if isinstance(target, int):
+            if first <= target < last:
+                yield piece._replace(into=_with(into, how.dim, target + moved))
             continue
-        low, high = max(place.start, first), min(place.stop, last)
+        low, high = max(target.start, first), min(target.stop, last)
         if low >= high:
             continue
         # Dims of the stored value are those of the tensor that no single index selects.
-        dim = sum(isinstance(each, slice) for each in into[: how.dim])
-        kept: Index = (*(slice(None),) * dim, slice(low - place.start, high - place.start))
-        found = piece._replace(into=_with(into, how.dim, slice(low + moved, high + moved)))
+        dim = sum(isinstance(index, slice) for index in into[: how.dim])
+        stored_part: Index = (*(slice(None),) * dim, slice(low - target.start, high - target.start))
+        rank_piece = piece._replace(into=_with(into, how.dim, slice(low + moved, high + moved)))
         # Scales belong to whole matrices, which are dequantised before they are narrowed.
-        yield found._replace(part=kept) if piece.scale is None else found._replace(kept=kept)
+        yield rank_piece._replace(part=stored_part) if piece.scale is None else rank_piece._replace(kept=stored_part)
 
 
 def _with(into: Index, dim: int, place: int | slice) -> Index:

@@ -49,7 +49,7 @@ def check_flags(**flags: Any) -> None:
 
 
 def real(name: str, value: Any, described: str, fine: Callable[[float], bool]) -> float:
-    """Return an argument as a float. Raises E201 unless it is a finite number, `described` as what is `fine`."""
+    """Return an argument as a float. Raises E201 unless it is finite and `fine`; `described` says which numbers are."""
     scalar = isinstance(value, Tensor) and value.dim() == 0 and value.device.type != "meta" and not value.is_complex()
     number = math.nan
     if (isinstance(value, numbers.Real) or scalar) and type(value) is not bool and not _is_bool(value):
@@ -68,7 +68,7 @@ def _is_bool(value: Any) -> bool:
 
 
 def _values(name: str, values: Any, most: int, rule: str, fix: str) -> list[Any]:
-    """Return the first `most + 1` elements of a vector of any kind. Raises E201 for what is none."""
+    """Return the first `most + 1` elements of a vector of any kind. Raises E201 for anything else."""
     iterable = isinstance(values, Iterable) and not isinstance(values, _NO_IDS)
     if iterable and getattr(values, "ndim", 1) == 1:
         try:

@@ -114,11 +114,11 @@ class PagedCache(Cache):
 
     def handed(self, repeated: Repeated) -> Handed:
         """Return what graphs of a model take with this cache, whose tensors are those of the last `adopt`."""
-        layers, compared, found = self._repeated
+        layers, compared, caches = self._repeated
         if layers is not repeated.layers or compared is not self.compared:
-            found = repeated.caches(self.paged.layers)
-            self._repeated = repeated.layers, self.compared, found
-        return Handed(repeated.weights, found)
+            caches = repeated.caches(self.paged.layers)
+            self._repeated = repeated.layers, self.compared, caches
+        return Handed(repeated.weights, caches)
 
     def _parts_now(self) -> list[Any]:
         paged = self.paged
@@ -307,7 +307,7 @@ class CacheHandle(PagedCache):
 
     @property
     def stale(self) -> bool:
-        """Whether another call has taken the cache since."""
+        """Whether a later call has taken the cache."""
         return self.generation != self.cache.generation
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -335,7 +335,7 @@ def given_cache(arguments: dict[str, Any]) -> Any:
 
     Raises E208 for two.
     """
-    given = [cache for cache in (arguments.pop(name, None) for name in CACHE_NAMES) if cache is not None]
-    if len(given) > 1:
+    caches = [cache for cache in (arguments.pop(name, None) for name in CACHE_NAMES) if cache is not None]
+    if len(caches) > 1:
         fail("E208", got=" and ".join(CACHE_NAMES), why="both mean the cache", fix=f"pass {CACHE_NAME}")
-    return given[0] if given else None
+    return caches[0] if caches else None

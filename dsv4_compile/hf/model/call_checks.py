@@ -35,7 +35,7 @@ WHY_NOT_WHOLE = (
 )
 """Why torch.compile(function, fullgraph=True) does not trace a call of the model in that function."""
 RECORDED = ("output_hidden_states", "output_router_logits")
-"""Arguments that ask for what modules return inside the model."""
+"""Arguments that ask for results of modules inside the model."""
 
 
 @cache
@@ -43,8 +43,8 @@ def _signature(kind: Any) -> tuple[inspect.Signature, tuple[str, ...], bool]:
     """Return the signature of a class's forward, its positional parameters, and whether it takes any keyword."""
     signature = inspect.signature(kind.forward)
     parameters = list(signature.parameters.values())[1:]
-    names = tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
-    return signature, names, any(each.kind is each.VAR_KEYWORD for each in parameters)
+    names = tuple(parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
+    return signature, names, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -72,8 +72,8 @@ class Entry:
     Attributes:
         arguments: what to call the forward with; empty where an outer entry has done all.
         in_step: what keeps the ranks of a split model in step, a `split.InStep`, or None.
-        compared: the tensors that have been compared with what graphs know of them.
-        handed: the tensors that graphs of repeated layers take besides.
+        compared: the tensors that were compared with the layouts that graphs were traced for.
+        handed: the further tensors that graphs of repeated layers take.
     """
 
     def __init__(self, arguments: dict[str, Any], held: Any = None, handle: Any = None, model: Any = None) -> None:
@@ -200,7 +200,7 @@ _UNTRACED = tuple(map(torch.compiler.disable, ON_HOST))
 
 
 def _take(cache: PagedCache, new: bool) -> None:
-    """Take the cache for this thread's forward; a `new` one is taken already. Raises E208 if another has it."""
+    """Take the cache for this thread's forward; a `new` one is taken already. Raises E208 if it is in use."""
     with LOCK:
         busy = cache.entered and not (new and cache.thread == threading.get_ident())
         if not busy:
@@ -215,7 +215,7 @@ _nn: Any = nn
 class EnteredOnHost(_nn.Module):
     """A module whose calls are checked on the host, also where torch.compile wraps the module.
 
-    Its method `entered_model` returns the `CompilableModel` and what allocates a cache for it.
+    Its method `entered_model` returns the `CompilableModel` and a function that allocates a cache for it.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -318,9 +318,9 @@ def check_batch(call: Call) -> None:
                 fix=f"pass {rows} x {columns}" + (f" or {rows} x {widths[1]}" if cache.appended else ""),
             )
         if mask.shape[1] > columns:
-            kept = (mask[:, : cache.appended] != 0).sum(dim=1)
+            past_tokens = (mask[:, : cache.appended] != 0).sum(dim=1)
             check(
-                bool((kept == cache.seq_lens[:rows]).all()),
+                bool((past_tokens == cache.seq_lens[:rows]).all()),
                 "E208",
                 got="an attention_mask with other tokens in past columns than the cache holds",
                 fix="keep the mask of earlier calls and append the new columns",
@@ -351,18 +351,18 @@ def _keep(call: Call) -> Tensor:
 
 def _check_positions(call: Call) -> None:
     """Raise E208 unless `position_ids` are those that follow from the cache and the mask."""
-    given = call.position_ids
-    assert given is not None
+    positions = call.position_ids
+    assert positions is not None
     keep = _keep(call)
     follow = call.cache.seq_lens[: keep.shape[0], None] + keep.cumsum(dim=1) - 1
     same = (
-        isinstance(given, Tensor)
-        and given.dim() == 2
-        and given.shape[1] == follow.shape[1]
-        and given.shape[0] in (1, follow.shape[0])
+        isinstance(positions, Tensor)
+        and positions.dim() == 2
+        and positions.shape[1] == follow.shape[1]
+        and positions.shape[0] in (1, follow.shape[0])
     )
     check(
-        same and bool(((given == follow) | ~keep).all()),
+        same and bool(((positions == follow) | ~keep).all()),
         "E208",
         got="position_ids other than the tokens' places in their sequences",
         why="positions follow from the cache and the mask; packed documents would attend to each other",
@@ -375,8 +375,8 @@ def held_by(model: Any, cache: Any) -> PagedCache:
     new = "dsv4_compile.hf.new_cache(model)"
     if not isinstance(cache, PagedCache):
         fail("E208", got=f"{CACHE_NAME} of type {type(cache).__name__}", fix=f"pass none, or {new}")
-    own: PagedCache = model.dsv4_cache
-    check(cache is not own, "E208", got="the model's own cache", why=STALE, fix=OWN_CACHE)
+    default: PagedCache = model.dsv4_cache
+    check(cache is not default, "E208", got="the model's own cache", why=STALE, fix=OWN_CACHE)
     if isinstance(cache, CacheHandle):
         check(not cache.stale, "E208", got=_STALE, why=STALE, fix=OWN_CACHE)
         other = cache.cache.holder is not None and cache.cache.holder is not cache.holder
@@ -384,9 +384,9 @@ def held_by(model: Any, cache: Any) -> PagedCache:
         cache = cache.cache
     held: PagedCache = cache
     for what, theirs, ours in (
-        ("configuration", held.paged.config, own.paged.config),
-        ("cache format", held.paged.cache_format, own.paged.cache_format),
-        ("device", held.seq_lens.device, own.seq_lens.device),
+        ("configuration", held.paged.config, default.paged.config),
+        ("cache format", held.paged.cache_format, default.paged.cache_format),
+        ("device", held.seq_lens.device, default.seq_lens.device),
     ):
         if theirs is not ours and theirs != ours:
             why = f"it was allocated for another model: {theirs}" if what != "configuration" else ""

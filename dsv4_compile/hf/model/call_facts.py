@@ -19,7 +19,7 @@ from .cache import CacheHandle, PagedCache
 _DEPTH = 4
 """Levels of attributes of an object that are compared; deeper ones count by their type."""
 _LENGTH = 400
-"""Characters of a fact; a longer one is compared by its hash, beside its beginning."""
+"""Characters of a fact; a longer one is compared by its beginning and its hash."""
 FREE = ("streamer",)
 """Arguments of `generate` that change no token, and may be on one rank alone."""
 
@@ -45,7 +45,7 @@ def settings(model: Any) -> dict[str, Any]:
 
 
 def cache_facts(cache: PagedCache) -> str:
-    """Return capacities of a cache and what it holds, without reading the device unless it is the CPU."""
+    """Return capacities and contents of a cache, without reading the device unless it is the CPU."""
     paged = cache.paged
     sizes = f"{paged.max_batch_size} x {paged.max_seq_len}, {paged.max_step_tokens} a step"
     lengths = cache.seq_lens.tolist() if cache.seq_lens.device.type == "cpu" else "on the device"
@@ -67,11 +67,11 @@ def _described(value: Any, depth: int) -> Any:
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype} {digest_in_order(value)}"
     if isinstance(value, (list, tuple)):
-        return [_described(each, depth - 1) for each in value] if depth else f"{len(value)} of a {_name(type(value))}"
+        return [_described(item, depth - 1) for item in value] if depth else f"{len(value)} of a {_name(type(value))}"
     if isinstance(value, (set, frozenset)):
-        return sorted(repr(_described(each, depth - 1)) for each in value)
+        return sorted(repr(_described(item, depth - 1)) for item in value)
     if isinstance(value, Mapping):
-        return {str(key): _described(each, depth - 1) for key, each in value.items()} if depth else f"{len(value)}"
+        return {str(key): _described(item, depth - 1) for key, item in value.items()} if depth else f"{len(value)}"
     if isinstance(value, (CacheHandle, PagedCache)):
         return cache_facts(value.cache if isinstance(value, CacheHandle) else value)
     if isinstance(value, (GenerationConfig, PreTrainedConfig)):
@@ -92,7 +92,7 @@ def _described(value: Any, depth: int) -> Any:
 
 
 def _object(value: Any, depth: int) -> Any:
-    """Return class and attributes of an object that has code of its own, as a `LogitsProcessor()`."""
+    """Return class, attributes and code of an object such as a `LogitsProcessor()`."""
     name = _name(type(value))
     if not depth:
         return name
@@ -101,9 +101,9 @@ def _object(value: Any, depth: int) -> Any:
     else:
         attributes = dict(getattr(value, "__dict__", {}))
     call = inspect.getattr_static(type(value), "__call__", None)
-    found = {key: _described(each, depth - 1) for key, each in attributes.items()}
+    described = {key: _described(attribute, depth - 1) for key, attribute in attributes.items()}
     code = _code(call.__code__) if inspect.isfunction(call) else ""
-    return f"{name}({', '.join(f'{key}={each!r}' for key, each in found.items())}){code}"
+    return f"{name}({', '.join(f'{key}={attribute!r}' for key, attribute in described.items())}){code}"
 
 
 def _function(value: Any, depth: int) -> Any:
@@ -119,7 +119,7 @@ def _function(value: Any, depth: int) -> Any:
 
 
 def _code(code: CodeType) -> str:
-    constants = [_code(each) if isinstance(each, CodeType) else _described(each, 1) for each in code.co_consts]
+    constants = [_code(value) if isinstance(value, CodeType) else _described(value, 1) for value in code.co_consts]
     text = repr((code.co_code, code.co_names, constants))
     return f" code {hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 

@@ -14,7 +14,7 @@ from .cache import CACHE_NAME
 def with_cache(result: Any, held: Any, returned: Any) -> Any:
     """Return `result`, a model output or a tuple, with `returned` in place of the cache."""
     if isinstance(result, tuple):
-        return tuple(returned if each is held else each for each in result if each is not held or returned is not None)
+        return tuple(returned if item is held else item for item in result if item is not held or returned is not None)
     result[CACHE_NAME] = returned
     return result
 
@@ -39,7 +39,7 @@ def inference_only(result: Any) -> Any:
 
     def mark(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(mark(each) for each in value)
+            return tuple(mark(item) for item in value)
         wants = isinstance(value, Tensor) and value.is_floating_point() and not value.is_inference()
         return _InferenceOnly.apply(value, anchor) if wants else value
 

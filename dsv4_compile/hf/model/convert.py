@@ -54,7 +54,7 @@ _NOT_ADOPTED: Mapping[str, Any] = {
 _OF_LAYER = ("dsv4", "dsv4_weights", *layers.OWN_MATRICES)
 """Attributes that converted modules of layers have."""
 OPS = ("moe_experts", "moe_route", "mhc_pre", "mhc_boundary", "mhc_head")
-"""Ops that stand for what surrounds attention."""
+"""Ops that replace the modules around attention."""
 
 
 @undone_on_failure
@@ -80,7 +80,7 @@ def convert(
     Args:
         model: a `DeepseekV4ForCausalLM` in eval mode, on its final device. Parameters are shared, not copied. Some move
             to be rows of one matrix (see `modules.stacked`), which temporarily needs memory for a few matrices of one
-            layer. CUDA cannot send such a parameter to another process: send a clone.
+            layer. CUDA cannot send such a parameter to a different process: send a clone.
         max_batch_size: most sequences in a batch.
         max_seq_len: most tokens of a sequence, prompt and answer together.
         kv_cache_dtype, indexer_cache_dtype, hadamard: see `dsv4_compile.cache.CacheFormat.resolve`. With `auto` the
@@ -101,9 +101,9 @@ def convert(
         collectives: "functional" for those of the mesh's backend, "symmetric" for all-reduces through symmetric memory
             of GPUs that reach each other. E302 if they do not.
         rank_timeout: seconds after which a process whose step waits for a rank that is gone ends with E706, with
-            "symmetric" collectives. A rank on the same host is gone when its process has ended, another one when its
-            thread has not written to the store of the process group. With gloo, seconds for which a rank may be
-            stopped before a call that waits for it raises E703.
+            "symmetric" collectives. A rank on the same host is gone when its process has ended, a rank on a different
+            host when its thread has not written to the store of the process group. With gloo, seconds for which a rank
+            may be stopped before a call that waits for it raises E703.
 
     Later changes of weights take effect at the next call: in place, `load_state_dict` (with `assign` too),
     `module.weight = ...` and `weight.data = ...`. Hooks, adapters and parametrisations of modules that are read and
@@ -207,7 +207,7 @@ def convert(
 def revert(model: Any) -> Any:
     """Restore the original classes of a converted model, drop its caches and its compiled calls; return the object.
 
-    Weights that were rows of one matrix get memory of their own, which temporarily needs that of one matrix more.
+    Weights that were rows of one matrix are copied to separate memory, which temporarily needs one matrix more.
     Compile it again, if you want to, as you would compile the original.
     """
     _check_converted(model)
@@ -241,7 +241,7 @@ def new_cache(
     max_seq_len: int | None = None,
     max_step_tokens: int | None = None,
 ) -> PagedCache:
-    """Allocate another cache for a converted model, in the same format and, unless given, with the same capacity.
+    """Allocate a further cache for a converted model, in the same format and, unless given, with the same capacity.
 
     Raises E204 for a `max_seq_len` above that of `convert`, to which RoPE tables go, and E210 without the memory.
     """

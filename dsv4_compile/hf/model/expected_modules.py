@@ -1,7 +1,7 @@
 """Modules of transformers that a converted model stands for: their classes, and the numbers its ops compute with.
 
 `convert` compares a model with this description, reads the modules that it names, and holds the numbers, which later
-calls compare again: a module or a number that is another one raises E208, because ops would not notice it.
+calls compare again: a replaced module or a changed number raises E208, because ops would not notice it.
 """
 
 from __future__ import annotations
@@ -222,14 +222,14 @@ def places(model: Any, config: DeepseekV4Config, *, attention_only: bool) -> Ite
 
 
 def held_values(model: Any, config: DeepseekV4Config, *, attention_only: bool) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield name, owner, attribute and value of what a converted model has read once, and transformers at each call."""
+    """Yield name, owner, attribute and value of settings that transformers reads in each call, and `convert` once."""
     yield from (("the model's config", model.config, name, getattr(model.config, name, None)) for name in CONFIG)
     yield from (("the model's config", model.config, name, BUILT_IN[name]) for name in _implementations(attention_only))
-    for place in places(model, config, attention_only=attention_only):
-        names = [*place.part.values, "layer_idx"] if place.path == "self_attn" else place.part.values
+    for described in places(model, config, attention_only=attention_only):
+        names = [*described.part.values, "layer_idx"] if described.path == "self_attn" else described.part.values
         for name in names:
-            if name not in _ONCE and hasattr(place.module, name):
-                yield _named(place), place.module, name, getattr(place.module, name)
+            if name not in _ONCE and hasattr(described.module, name):
+                yield _named(described), described.module, name, getattr(described.module, name)
 
 
 def _implementations(attention_only: bool) -> tuple[str, ...]:
@@ -242,7 +242,7 @@ def _named(place: Place) -> str:
 
 
 def check_layers(layers: Any, config: DeepseekV4Config) -> None:
-    """Raise E208 unless layers have attention of their own, and distinct caches: as a `layer_idx` of their own."""
+    """Raise E208 unless every layer has a separate attention module, and a separate cache through its `layer_idx`."""
     is_module = isinstance(layers, nn.Module)  # layers of a list would not be seen as modules
     check(is_module, "E208", got=f"layers in a {type(layers).__name__}", fix="put them in an nn.ModuleList")
     if not len(layers):
@@ -297,8 +297,8 @@ def check_model(model: Any, config: DeepseekV4Config, *, attention_only: bool) -
                 why="a converted model would not call this function",
                 fix="model.set_attn_implementation('eager'), model.set_experts_implementation('eager')",
             )
-    for place in places(model, config, attention_only=attention_only):
-        _check_place(place)
+    for described in places(model, config, attention_only=attention_only):
+        _check_place(described)
     if not attention_only:
         for i, layer in enumerate(model.layers):
             _check_shared_expert(f"layer {i}", layer.mlp)
@@ -322,7 +322,7 @@ def _check_place(place: Place) -> None:
                 shown = getattr(value, "__name__", type(value).__name__)
                 _refuse_value(f"{attribute}={shown} of {name}", f"ops compute the activation {wanted.name}", around)
         elif isinstance(value, nn.Parameter) and wanted is None:
-            if around:  # what attention has besides its weights is named where these are read
+            if around:  # other attributes of attention are named where its weights are read
                 _refuse_value(f"a {attribute} of {name}", "no op reads it", around)
         elif not _equal(value, wanted):
             shown = type(value).__name__ if isinstance(value, nn.Module) else value
@@ -346,7 +346,7 @@ def _check_shared_expert(where: str, moe: Any) -> None:
 
 def _refuse_class(name: str, module: Any, *classes: type, around: bool = False) -> NoReturn:
     got = f"{name}, a {type(module).__name__}" if module is not None else f"{name}, which is missing"
-    expected = " or ".join(each.__name__ for each in classes)
+    expected = " or ".join(kind.__name__ for kind in classes)
     _refuse_value(got, f"ops stand for the forward of {expected}, and would not run another one", around)
 
 

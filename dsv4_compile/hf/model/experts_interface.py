@@ -30,7 +30,8 @@ FLAGS: dict[str, tuple[Any, str]] = {
     "is_transposed": (False, "transposed weights"),
     "is_concatenated": (True, "rows of gate and up in turn"),
 }
-"""Attributes that transformers gives every module of experts: the value that the op stands for, and what another is."""
+"""Attributes that transformers gives every module of experts: the value that the op supports, and the other one in
+words."""
 _GATE_UP = ((-6.0, -0.75, 0.5, 1.25, 4.0, 9.0), (-8.0, 0.25, -0.5, 1.5, 0.75, -3.0))
 """Numbers that a gate is tried on: each of gate and up is below, within and above `_LIMIT` on either side."""
 _LIMIT = 1.0
@@ -77,24 +78,24 @@ def gate_of(experts: type, activation: type) -> Gate:
 def _gate_of(experts: type, activation: type) -> Gate:
     unsupported = f"an activation other than SwiGLU ({activation.__name__})"
     try:
-        own = _StandIn(activation(), _LIMIT)
-        got = _run(experts, own)
+        stand_in = _StandIn(activation(), _LIMIT)
+        got = _run(experts, stand_in)
     except Exception:
         return Gate(unsupported=unsupported)
-    if len(own.limits) > 1:
-        return Gate(unsupported=f"several limits ({', '.join(own.limits)})")
-    limit = next(iter(own.limits), "")
+    if len(stand_in.limits) > 1:
+        return Gate(unsupported=f"several limits ({', '.join(stand_in.limits)})")
+    limit = next(iter(stand_in.limits), "")
     if not torch.allclose(got, clamped_swiglu(_gate_up(), _LIMIT if limit else inf)):
         return Gate(unsupported=unsupported)
-    found = Gate(limit, tuple(own.others))
+    gate = Gate(limit, tuple(stand_in.others))
     if not limit:
-        return found
+        return gate
     try:
         free = _run(experts, _StandIn(activation(), None))
     except Exception:
-        return found  # a module of this class always has a limit
+        return gate  # a module of this class always has a limit
     same = torch.allclose(free, clamped_swiglu(_gate_up(), inf))
-    return found if same else Gate(unsupported=f"another activation where {limit} is None")
+    return gate if same else Gate(unsupported=f"another activation where {limit} is None")
 
 
 def _classes(module: Any) -> tuple[type, type]:

@@ -1,8 +1,8 @@
-"""A running `generate` call: the caches that are its own, and comparisons of the model while the device works.
+"""A running `generate` call: the caches that it owns, and comparisons of the model while the device works.
 
-Between two steps of `generate` runs code of transformers alone, unless the caller passed code of its own. Nothing in
-this thread can change the model then, so the comparison that a call makes before its launch follows the launch before
-it, while the device is busy. What another thread changes meanwhile is adopted a step later.
+Between two steps of `generate` only transformers' code runs, unless the caller passed a processor, criterion or
+streamer. Nothing in this thread can change the model then, so the comparison that a call makes before its launch
+follows the launch before it, while the device is busy. Changes by other threads are adopted a step later.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Generation:
 
     def has_compared(self, model: Any, cache: PagedCache) -> bool:
         """Return whether both were compared after the last launch, and nothing has changed. True once a comparison."""
-        found, self._compared = self._compared, None
-        return found is not None and found[0] is model.dsv4_snapshot and found[1] is cache
+        compared, self._compared = self._compared, None
+        return compared is not None and compared[0] is model.dsv4_snapshot and compared[1] is cache
 
 
 _GENERATION: ContextVar[Generation | None] = ContextVar("generation", default=None)
@@ -96,7 +96,7 @@ def check_prompt(args: tuple[Any, ...], kwargs: dict[str, Any], held: PagedCache
             fix="pip install 'transformers>=5.21', or leave prefill_chunk_size out for further turns of a chat",
         )
     prompts = (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
-    ids = next((given for given in prompts if given is not None), None)
+    ids = next((prompt for prompt in prompts if prompt is not None), None)
     if ids is None:
         return
     check_ids(ids)
@@ -130,7 +130,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def take_own(model: Any, allocate: Callable[[], PagedCache], *, hold: bool) -> CacheHandle:
-    """Return a handle of the model's cache, empty, or of a new one while another call uses that.
+    """Return a handle of the model's cache, emptied, or of a new cache while a different call uses the model's.
 
     Args:
         model: a `CompilableModel`.
@@ -138,11 +138,11 @@ def take_own(model: Any, allocate: Callable[[], PagedCache], *, hold: bool) -> C
         hold: keep the cache for the running `generate`, until it ends. If False, this thread's forward enters it, and
             a new cache lives as long as its handle.
     """
-    own: PagedCache = model.dsv4_cache
+    default: PagedCache = model.dsv4_cache
     generation = _GENERATION.get() if hold else None
     with LOCK:
-        free = own.holder is None and not own.entered
-        cache = own if free else allocate()
+        free = default.holder is None and not default.entered
+        cache = default if free else allocate()
         if generation is None:
             cache.entered, cache.thread = True, threading.get_ident()
         else:

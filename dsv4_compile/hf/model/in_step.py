@@ -17,7 +17,7 @@ from .cache import PagedCache
 from .call_facts import cache_facts, settings
 
 _CALL = "a call"
-"""Name for what ranks compare at a forward, at the end of `generate`, and where one rejects either."""
+"""Name of the comparison of ranks at a forward, at the end of `generate`, and where a rank rejects either."""
 
 
 @dataclass

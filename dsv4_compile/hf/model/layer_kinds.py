@@ -1,7 +1,7 @@
-"""Kinds of decoder layers: which layers of a converted model do the same, each with tensors of its own.
+"""Kinds of decoder layers: which layers of a converted model run the same code on different tensors.
 
 Two layers are of one kind if a trace of one, with the tensors of the other, is a trace of the other. They have the same
-modules, settings and layouts of weights, by what each module holds. A layer has no kind, and is traced by itself, if
+modules, settings and layouts of weights, module by module. A layer has no kind, and is traced by itself, if
 its modules hold more than a text can say and a call compares: hooks, classes or functions of a caller, which may read
 anything, and settings that are no numbers or words, which may be written in place.
 """
@@ -52,14 +52,14 @@ class Repeated(NamedTuple):
 
 
 def without_rows(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that are not rows of another one: layers multiply by the matrices that weights are rows of."""
+    """Return the tensors without those that are rows of a stacked matrix: layers multiply by the matrix."""
     places = {name: _place(tensor) for name, tensor in named.items()}
-    parts, whole = set(), ("", 0, 0)
+    parts, matrix = set(), ("", 0, 0)
     for memory, begin, end in sorted(set(places.values()), key=lambda place: (*place[:2], -place[2])):
-        if memory == whole[0] and end <= whole[2]:
+        if memory == matrix[0] and end <= matrix[2]:
             parts.add((memory, begin, end))
         else:
-            whole = memory, begin, end
+            matrix = memory, begin, end
     return {name: tensor for name, tensor in named.items() if places[name] not in parts}
 
 
@@ -82,30 +82,32 @@ def repeats_of(model: Any, named: Mapping[str, Tensor]) -> tuple[str, ...]:
     Names of tensors that other parts of the model have too begin with `SHARED`: all layers of a kind have those.
     """
     config, names = {id(model.config): "config"}, {id(tensor): name for name, tensor in named.items()}
-    outside = [tensors_in(part).values() for path, part in modules_of(model).items() if not path.startswith("layers.")]
+    outside = [
+        tensors_in(module).values() for path, module in modules_of(model).items() if not path.startswith("layers.")
+    ]
     kinds = [_kind(layer, config) for layer in model.layers]
-    holders = Counter(id(each) for _, tensors in kinds for each in tensors)
-    holders.update({id(each) for tensors in outside for each in tensors})
-    shared = [[i for i, each in enumerate(tensors) if holders[id(each)] > 1] for _, tensors in kinds]
+    holders = Counter(id(tensor) for _, tensors in kinds for tensor in tensors)
+    holders.update({id(tensor) for tensors in outside for tensor in tensors})
+    shared = [[i for i, tensor in enumerate(tensors) if holders[id(tensor)] > 1] for _, tensors in kinds]
     keys = [(kind, *((i, id(tensors[i])) for i in at)) for (kind, tensors), at in zip(kinds, shared, strict=True)]
     counts, first = Counter(keys), dict[Any, int]()
-    found = []
+    repeats = []
     for i, (layer, key, (kind, tensors)) in enumerate(zip(model.layers, keys, kinds, strict=True)):
         repeated = kind and counts[key] > 1 and layer.self_attn.layer_idx == i
         marks = [(SHARED if at in shared[i] else "", id(tensor)) for at, tensor in enumerate(tensors)]
         read = [f"{mark}{names[tensor]}" for mark, tensor in marks if tensor in names]
-        found.append(" ".join([str(first.setdefault(key, i)), *read]) if repeated else "")
-    return tuple(found)
+        repeats.append(" ".join([str(first.setdefault(key, i)), *read]) if repeated else "")
+    return tuple(repeats)
 
 
 def later_layers(repeats: Sequence[str]) -> dict[int, list[str]]:
-    """Return the layers that a trace repeats, by index, and what `repeats_of` says of the tensors of each."""
+    """Return the layers that a trace repeats, by index, and the names of the tensors of each from `repeats_of`."""
     words = {i: text.split() for i, text in enumerate(repeats) if text}
     return {i: names for i, (first, *names) in words.items() if int(first) < i}
 
 
 def repeated_in(repeats: Sequence[str], named: Mapping[str, Tensor]) -> Repeated:
-    """Return the layers that a trace repeats, from what `repeats_of` says of each layer and of the tensors by name."""
+    """Return the layers that a trace repeats, from the result of `repeats_of` and the tensors by name."""
     later = later_layers(repeats)
     weights = [named[name] for names in later.values() for name in names if not name.startswith(SHARED)]
     return Repeated(tuple(later), weights)
@@ -115,12 +117,12 @@ def _kind(layer: Any, outside: dict[int, str]) -> tuple[str, list[Tensor]]:
     """Return a text that layers of one kind share, "" for a layer of no kind, and the layer's distinct tensors."""
     modules = modules_of(layer)
     tensors = {id(tensor): tensor for module in modules.values() for tensor in tensors_in(module).values()}
-    own = {id(module) for module in own_modules(layer).values()}
+    added = {id(module) for module in own_modules(layer).values()}
     hooked = any(vars(module)[name] for module in modules.values() for name in HOOKS)
     hooked = hooked or any(getattr(module_hooks, name) for name in GLOBAL_HOOKS)
     if type(layer) is not CompilableDecoderLayer or hooked:
         return "", list(tensors.values())
-    if not all(id(module) in own or _is_describable(module, outside) for module in modules.values()):
+    if not all(id(module) in added or _is_describable(module, outside) for module in modules.values()):
         return "", list(tensors.values())
     paths = {id(module): path for path, module in modules.items()} | outside
     places: dict[int, int] = {}
@@ -159,6 +161,6 @@ def tensors_of_step(metadata: AttentionMetadata) -> list[Tensor]:
 
 
 def _of_ratios(metadata: AttentionMetadata, names: Sequence[str]) -> list[Tensor]:
-    parts: Sequence[Any] = [part for part in (metadata.c4, metadata.c128) if part is not None]
-    held = [getattr(part, name) for part in parts for name in names]
+    parts: Sequence[Any] = [source for source in (metadata.c4, metadata.c128) if source is not None]
+    held = [getattr(source, name) for source in parts for name in names]
     return [tensor for tensor in held if tensor is not None]

@@ -128,7 +128,8 @@ class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
     def _gate_and_up(self, leaf: str) -> Tensor | None:
         """Return the shared expert's rows of gate and up, copied, for weights that must stay where they are."""
         rows: list[Any] = [
-            getattr(part, leaf, None) for part in (self.shared_experts.gate_proj, self.shared_experts.up_proj)
+            getattr(projection, leaf, None)
+            for projection in (self.shared_experts.gate_proj, self.shared_experts.up_proj)
         ]
         if rows[0] is None:
             return None
@@ -138,9 +139,9 @@ class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
         """Make the shared expert's gate and up rows of one matrix, in place, unless they are or cannot be."""
         parts = self.shared_experts.gate_proj, self.shared_experts.up_proj
         for name, leaf in (("shared_w13", "weight"), ("shared_w13_scale", "weight_scale_inv")):
-            rows: list[Any] = [getattr(part, leaf, None) for part in parts]
+            rows: list[Any] = [getattr(projection, leaf, None) for projection in parts]
             held = self.__dict__.get(name)
-            # In __dict__, so that nn.Module does not register the matrix beside its rows.
+            # In __dict__, so that nn.Module does not register the matrix in addition to its rows.
             if rows[0] is None or any(map(in_shared_memory, rows)):
                 self.__dict__[name] = None
             elif held is None or not are_rows(rows, held):
@@ -152,7 +153,7 @@ class CompilableMoe(hf.DeepseekV4SparseMoeBlock):
         for name, leaf in (("shared_w13", "weight"), ("shared_w13_scale", "weight_scale_inv")):
             if self.__dict__.pop(name, None) is not None:
                 parts = self.shared_experts.gate_proj, self.shared_experts.up_proj
-                release_rows(getattr(part, leaf) for part in parts)
+                release_rows(getattr(projection, leaf) for projection in parts)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the matrices, which a copy builds from the parameters."""
@@ -183,7 +184,7 @@ class ReadParts:
         self.modules.append(ReadModules("the model", model, READ_HEAD))
 
     def adopt(self) -> None:
-        """Let the layers run with the parameters that modules have now. Raises E208 for what they cannot run with."""
+        """Let the layers run with the parameters that modules have now. Raises E208 for unsupported parameters."""
         for modules in self.modules:
             modules.check()
         tokens = embedding_weight(self.model).shape[0]
@@ -205,4 +206,4 @@ SWAPS: dict[type, Any] = {
     hf.DeepseekV4HashRouter: CompilableHashRouter,
     hf.DeepseekV4SparseMoeBlock: CompilableMoe,
 }
-"""Classes that `convert` swaps in for transformers', beside attention's and the model's own."""
+"""Classes that `convert` swaps in for transformers', except those of attention and of the model."""

@@ -30,9 +30,9 @@ class Snapshot:
         modules, types: all modules, except those that are this package's own, which nothing else changes.
         sized, sizes: dictionaries of attributes, and those with an entry, and their lengths.
         empty: dictionaries of modules, parameters, buffers and hooks that have no entry.
-        containers, keys, entries: the others, once for each of their keys, and what they held there.
+        containers, keys, entries: the others, once for each of their keys, and the entries at the keys.
         watched: names of attributes that graphs have read.
-        owners, names, values: dictionaries of attributes, and what they held under a name.
+        owners, names, values: dictionaries of attributes, names in them, and the values there.
         named, tensors: parameters, buffers and stacked weights.
         buffers, versions: RoPE frequencies, which may be written in place.
         settings: owner, name and value of settings that are in no dictionary.
@@ -44,14 +44,14 @@ class Snapshot:
         self.types = list(map(type, self.modules))
         containers = [vars(module)[name] for module in self.modules for name in CONTAINERS]
         containers += [getattr(module_hooks, name) for name in GLOBAL_HOOKS]
-        self.empty = [each for each in containers if not each]
-        self.containers = [each for each in containers for _ in each]
-        self.keys = [key for each in containers for key in each]
+        self.empty = [container for container in containers if not container]
+        self.containers = [container for container in containers for _ in container]
+        self.keys = [key for container in containers for key in container]
         for attributes in map(vars, self.modules):  # tensors as users attach them: no parameters and no buffers
             attached = [name for name, value in attributes.items() if isinstance(value, Tensor)]
             self.containers += [attributes] * len(attached)
             self.keys += attached
-        self.sized: list[Sized] = [*map(vars, self.modules), *(each for each in containers if each)]
+        self.sized: list[Sized] = [*map(vars, self.modules), *(container for container in containers if container)]
         self.sizes = list(map(len, self.sized))
         self.entries = list(map(dict.get, self.containers, self.keys))
         self._held: set[tuple[int, str]] = set()
@@ -71,7 +71,7 @@ class Snapshot:
                     self._hold(vars(module), name)
         self.named = tensors_of(model)
         self.tensors = HeldTensors(self.named.values())
-        buffers: list[Tensor] = [each.seen for each in model.dsv4_settings.frequencies]
+        buffers: list[Tensor] = [frequency.seen for frequency in model.dsv4_settings.frequencies]
         self.buffers = [buffer for buffer in buffers if not buffer.is_inference()]
         self.versions = list(map(_version, self.buffers))
         self.state = fingerprint(model)

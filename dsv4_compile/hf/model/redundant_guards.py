@@ -1,4 +1,4 @@
-"""Guards of graphs of a converted model that the checks of each call make redundant, and a name for what they guarded.
+"""Guards of a converted model's graphs that the checks of each call make redundant, and a fingerprint in their place.
 
 Dynamo guards every module, setting and parameter that a graph has read, and its check grows with the layers. A call
 passes `Snapshot.holds`, which compares the same in lists, so a graph guards one string instead, `fingerprint`. What
@@ -63,12 +63,12 @@ _count = iter(range(1 << 62))
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return this package's modules in a converted decoder stack, by a path for each."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name.startswith(OWN) and isinstance(value, nn.Module):
-                found |= dict(value.named_modules(prefix=f"{path}.{name}"))
-    return found
+                modules |= dict(value.named_modules(prefix=f"{path}.{name}"))
+    return modules
 
 
 def modules_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -88,13 +88,13 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def tensors_in(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters, buffers and stacked weights that a module itself holds and graphs may read, by name."""
     held = {**module._parameters, **module._buffers, **vars(module)}
-    return {name: each for name, each in held.items() if isinstance(each, Tensor) and not name.endswith("inv_freq")}
+    return {name: value for name, value in held.items() if isinstance(value, Tensor) and not name.endswith("inv_freq")}
 
 
 def fingerprint(model: Any) -> str:
-    """Return a name of what a graph of a decoder stack depends on, besides its inputs and the values of its weights.
+    """Return a name that is equal for decoder stacks that can share graphs.
 
-    Models with equal modules, settings, hooks and layouts of weights have equal names, and share graphs.
+    They have equal modules, settings, hooks and layouts of weights; values of weights do not count.
     """
     modules = modules_of(model)
     paths = {id(module): path for path, module in modules.items()} | {id(model.config): "config"}
@@ -153,12 +153,12 @@ def _described(value: Any, paths: dict[int, str]) -> str:
     if isinstance(value, nn.Module) or id(value) in paths:
         return f"part {paths.get(id(value), '')}"
     if isinstance(value, dict):
-        parts = (f"{key!r}:{_described(each, paths)}" for key, each in value.items())
+        parts = (f"{key!r}:{_described(item, paths)}" for key, item in value.items())
         return f"{{{','.join(parts)}}}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__}[{','.join(_described(each, paths) for each in value)}]"
+        return f"{type(value).__name__}[{','.join(_described(item, paths) for item in value)}]"
     if _is_frozen(value):
-        held = {each.name: getattr(value, each.name) for each in fields(value)}
+        held = {item.name: getattr(value, item.name) for item in fields(value)}
         return f"{_serial(type(value))}{_described(held, paths)}"
     return f"call {_serial(value)}" if callable(value) else f"object {_serial(type(value))}"
 
@@ -173,7 +173,7 @@ def _is_described(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_described, value))
     if _is_frozen(value):
-        return all(_is_described(getattr(value, each.name)) for each in fields(value))
+        return all(_is_described(getattr(value, field.name)) for field in fields(value))
     return isinstance(value, (*SCALARS, nn.Module))
 
 
@@ -221,7 +221,7 @@ class _Root:
         return True
 
     def _is_second(self, key: tuple[Any, ...]) -> bool:
-        """Return whether a guard of something that a class has was kept for another of its modules."""
+        """Return whether a guard of a class attribute was kept for an earlier module of that class."""
         known = key in self.kept
         self.kept.add(key)
         return known
@@ -231,10 +231,10 @@ class _Root:
         module: nn.Module = self.model
         while steps:
             used = 2 if steps[0] == "_modules" and len(steps) > 1 else 1
-            found = module._modules.get(steps[1]) if used == 2 else vars(module).get(steps[0])
-            if not isinstance(found, nn.Module):
+            value = module._modules.get(steps[1]) if used == 2 else vars(module).get(steps[0])
+            if not isinstance(value, nn.Module):
                 break
-            module, steps = found, steps[used:]
+            module, steps = value, steps[used:]
         return module, steps
 
 
@@ -242,7 +242,7 @@ def is_needed(entries: Sequence[Any]) -> list[bool]:
     """Return which guards of a traced frame stay: a `guard_filter_fn` of torch.compile.
 
     Args:
-        entries: guards, with the name, value and type of what each checks.
+        entries: guards, with the name, value and type of the object that each checks.
 
     It drops guards below a decoder stack or a cache whose state the same frame guards, and in such a frame those of
     builtins and of this package's functions, classes and modules.
@@ -253,7 +253,7 @@ def is_needed(entries: Sequence[Any]) -> list[bool]:
     caches = [name for name in held if name not in roots]
 
     def covers(name: str, guard: str) -> bool:
-        if any(found.covers(steps, guard) for root, found in roots.items() if (steps := _steps_after(root, name))):
+        if any(root.covers(steps, guard) for path, root in roots.items() if (steps := _steps_after(path, name))):
             return True
         return any(steps[0] in _OF_CACHE for cache in caches if (steps := _steps_after(cache, name)))
 
@@ -261,7 +261,7 @@ def is_needed(entries: Sequence[Any]) -> list[bool]:
 
 
 def _is_constant(entry: Any) -> bool:
-    """Return whether a guard is of what no caller replaces: builtins, this package's functions and its constants."""
+    """Return whether a guard is of an object that no caller replaces: builtins, this package's functions, constants."""
     by_identity = entry.guard_type in _IDENTITIES and entry.name.startswith(_CONSTANT)
     return by_identity or _OWN_CONSTANT.fullmatch(entry.name) is not None
 
@@ -274,18 +274,18 @@ def _steps_after(root: str, name: str) -> list[str]:
     of_type = _TYPE.fullmatch(name)
     inner = of_type[1] if of_type else name
     rest = inner.removeprefix(root)
-    found = list(_STEP.finditer(rest))
-    if rest == inner or "".join(step[0] for step in found) != rest:
+    steps = list(_STEP.finditer(rest))
+    if rest == inner or "".join(step[0] for step in steps) != rest:
         return []
-    return [next(filter(None, step.groups())) for step in found]
+    return [next(filter(None, step.groups())) for step in steps]
 
 
 def compile_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return keywords of torch.compile that drop redundant guards, besides those that the caller's filter drops.
+    """Return keywords of torch.compile that drop redundant guards, and those that the caller's filter drops.
 
-    From torch 2.13 on they allow `MOST_KINDS` graphs: the usual kinds of calls are as many as torch's own limit of 8.
-    torch.compile takes a mode or options, so a mode becomes the options that it stands for. One of another backend than
-    this package's and Inductor stays, and so do all guards.
+    From torch 2.13 on they allow `MOST_KINDS` graphs, because the usual kinds of calls alone reach torch's limit of 8.
+    torch.compile takes a mode or options, so a mode becomes the options that it stands for. With backends other than
+    this package's and Inductor, modes and all guards stay.
     """
     if _LIMIT in inspect.signature(torch.compile).parameters:
         arguments = {_LIMIT: MOST_KINDS, **arguments}
@@ -294,11 +294,11 @@ def compile_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         if options or arguments.get("backend", "inductor") not in ("inductor", OWN):
             return arguments
         options = mode_settings(mode)
-    given: Callable[[Sequence[Any]], Sequence[bool]] | None = options.get(_FILTER)
+    is_kept: Callable[[Sequence[Any]], Sequence[bool]] | None = options.get(_FILTER)
 
     def both(entries: Sequence[Any]) -> list[bool]:
         needed = is_needed(entries)
-        return needed if given is None else [a and b for a, b in zip(needed, given(entries), strict=True)]
+        return needed if is_kept is None else [a and b for a, b in zip(needed, is_kept(entries), strict=True)]
 
     return {**arguments, "mode": None, "options": {**options, _FILTER: both}}
 

@@ -25,7 +25,7 @@ from .weight_types import is_plain
 
 
 class _Shared(NamedTuple):
-    """One parameter: where transformers holds it, where we do, and what both held when it was last compared."""
+    """One parameter: where transformers holds it, where this package does, and its value at the last comparison."""
 
     name: str
     theirs: dict[str, nn.Parameter | None]
@@ -142,13 +142,13 @@ class ReadSettings:
     def check(self) -> None:
         """Raise E208 for a number that has changed. Synchronises if RoPE frequencies were written or moved."""
         self.rotary.check()
-        for i, each in enumerate(self.frequencies):
-            buffer = each.buffers.get(each.name)
-            if buffer is each.seen and version_of(buffer) == each.version:
+        for i, frequency in enumerate(self.frequencies):
+            buffer = frequency.buffers.get(frequency.name)
+            if buffer is frequency.seen and version_of(buffer) == frequency.version:
                 continue
-            if buffer is None or not _rounded_from(buffer, each.converted):
-                _changed(each.name, each.what)
-            self.frequencies[i] = each._replace(seen=buffer, version=version_of(buffer))
+            if buffer is None or not _rounded_from(buffer, frequency.converted):
+                _changed(frequency.name, frequency.what)
+            self.frequencies[i] = frequency._replace(seen=buffer, version=version_of(buffer))
         for what, owner, name, value in self.held:
             now = getattr(owner, name, None)
             if now is not value and (isinstance(now, Tensor) or now != value):
@@ -181,7 +181,7 @@ class SharedWeights:
         source: transformers attention module. Its parameters become those of `ours`.
         ours: attention that shares them, with modules in place for the dtypes of `source`.
 
-    Raises E207 for a parameter of `source` that is missing, has another shape or dtype, or that no op uses.
+    Raises E207 for a parameter of `source` that is missing, has a wrong shape or dtype, or that no op uses.
     """
 
     def __init__(self, source: Any, ours: DeepseekV4Attention) -> None:
@@ -212,29 +212,29 @@ class SharedWeights:
 
     def settle(self) -> None:
         """Record where the parameters are now, after they were stacked or converted in place."""
-        self.shared = [each._replace(address=each.parameter.data_ptr()) for each in self.shared]
+        self.shared = [shared._replace(address=shared.parameter.data_ptr()) for shared in self.shared]
 
     def adopt(self) -> None:
-        """Let `ours` run with the parameters that `source` has now. Raises E207 or E208 for what it cannot run with."""
+        """Let `ours` run with the parameters that `source` has now. Raises E207 or E208 if it cannot."""
         self.modules.check()
         changed = False
-        for i, each in enumerate(self.shared):
-            parameter = each.theirs.get(each.leaf)
-            if parameter is each.parameter and parameter.data_ptr() == each.address:
+        for i, shared in enumerate(self.shared):
+            parameter = shared.theirs.get(shared.leaf)
+            if parameter is shared.parameter and parameter.data_ptr() == shared.address:
                 continue
             if not is_plain(parameter):
-                self.modules.refuse(each.name, f"is a {type(parameter).__name__}, not a plain parameter")
+                self.modules.refuse(shared.name, f"is a {type(parameter).__name__}, not a plain parameter")
             assert isinstance(parameter, nn.Parameter)
-            _check_stored_alike(parameter, each.parameter, f"{each.name} of {self.layer}")
+            _check_stored_alike(parameter, shared.parameter, f"{shared.name} of {self.layer}")
             check(
                 parameter.device == self.ours.cos_sin.device,
                 "E207",
-                got=f"{each.name} of {self.layer} on {parameter.device}",
+                got=f"{shared.name} of {self.layer} on {parameter.device}",
                 why=f"the layer was converted on {self.ours.cos_sin.device}",
                 fix="call dsv4_compile.hf.revert(model), move the model, and convert it again",
             )
-            setattr(each.owner, each.own_leaf, parameter)
-            self.shared[i] = each._replace(parameter=parameter)
+            setattr(shared.owner, shared.own_leaf, parameter)
+            self.shared[i] = shared._replace(parameter=parameter)
             changed = True
         if changed:
             self.ours.arrange()

@@ -83,9 +83,9 @@ class SplitForCausalLM(CompilableForCausalLM):
         Raises E702 on all ranks for a call that differs or that one of them rejects, E703 for a rank that is gone.
         """
         in_step: InStep = self.model.dsv4_in_step
-        given = inspect.signature(GenerationMixin.generate).bind_partial(self, *args, **kwargs).arguments
-        others = given.pop("kwargs", {})
-        arguments = {name: value for name, value in given.items() if name not in ("self", "generation_config")} | others
+        bound = inspect.signature(GenerationMixin.generate).bind_partial(self, *args, **kwargs).arguments
+        others = bound.pop("kwargs", {})
+        arguments = {name: value for name, value in bound.items() if name not in ("self", "generation_config")} | others
         in_step.generation = generation = Generation(arguments, is_undisturbed(self, args, kwargs))
         try:
             with naming_faults(in_step):
@@ -107,9 +107,9 @@ class SplitForCausalLM(CompilableForCausalLM):
         in_step: InStep = self.model.dsv4_in_step
         generation = in_step.generation
         facts = {"rows": call["batch_size"], "length": call["max_cache_length"], "mode": mode.value}
-        given = {} if generation is None else generation.arguments
+        arguments = {} if generation is None else generation.arguments
         with in_step.watched():
-            facts |= generation_facts(self, options, given)
+            facts |= generation_facts(self, options, arguments)
             undisturbed = agreement.agree("generate", facts, in_step.ranks, generation and generation.undisturbed)
             if options.do_sample:
                 share_random_state(self.model.dsv4_cache.seq_lens.device, in_step.ranks)
@@ -202,7 +202,7 @@ def split(model: Any, ranks: Ranks, expert_layout: str, options: Mapping[str, An
         check_divides(sizes(model, expert_layout), ranks)
     device = model.lm_head.weight.device
     named = dict(model.named_parameters())
-    whole = [parameter for name, parameter in named.items() if split_of(name, expert_layout) is None]
+    unsplit = [parameter for name, parameter in named.items() if split_of(name, expert_layout) is None]
     agreement.check_agree(
         "convert",
         {
@@ -214,7 +214,7 @@ def split(model: Any, ranks: Ranks, expert_layout: str, options: Mapping[str, An
             "CPU": torch.backends.cpu.get_cpu_capability(),
             "device": f"{device.type} {device_architecture(device)}",
             "dtypes": sorted({str(parameter.dtype) for parameter in named.values()}),
-            "bits of weights that all ranks have": agreement.digest(*whole),
+            "bits of weights that all ranks have": agreement.digest(*unsplit),
         },
         ranks,
     )
@@ -239,20 +239,20 @@ def place_experts(model: Any, ranks: Ranks, expert_layout: str) -> None:
 def sizes(model: Any, expert_layout: str) -> list[Whole]:
     """Return the sizes of a transformers model that ranks divide."""
     config = model.config
-    found = [Whole("tokens in the vocabulary", config.vocab_size)]
+    divided = [Whole("tokens in the vocabulary", config.vocab_size)]
     for layer in model.model.layers:
         projections = (getattr(layer.self_attn, f"{name}_proj").weight for name in ("q_b", "o_a", "o_b"))
         quantised = any(weight.dtype is torch.float8_e4m3fn for weight in projections)
-        found += attention_sizes(DeepseekV4Config.from_hf(config), fp8=quantised)
+        divided += attention_sizes(DeepseekV4Config.from_hf(config), fp8=quantised)
         shared, routed = layer.mlp.shared_experts.up_proj.weight, layer.mlp.experts.down_proj
-        found.append(Whole("rows of the shared expert", shared.shape[0], _BLOCK[weight_format(shared)]))
+        divided.append(Whole("rows of the shared expert", shared.shape[0], _BLOCK[weight_format(shared)]))
         if expert_layout == "experts":
-            found.append(Whole("experts", routed.shape[0]))
+            divided.append(Whole("experts", routed.shape[0]))
         else:
             kind = weight_format(routed)
             columns = routed.shape[-1] * (2 if kind == "mxfp4" else 1)
-            found.append(Whole("rows of an expert", columns, _BLOCK[kind]))
-    return list(dict.fromkeys(found))
+            divided.append(Whole("rows of an expert", columns, _BLOCK[kind]))
+    return list(dict.fromkeys(divided))
 
 
 def share_random_state(device: torch.device, ranks: Ranks) -> None:

@@ -22,8 +22,8 @@ _RULE = "in a block of hf.unchanged, a converted model has the same weights, mod
 class _Block:
     """A block, the model as it was at its start, and the caches that calls in it have compared.
 
-    `running` ends with the block in all contexts: a generator may leave it in another context than it entered it, and
-    tasks and threads have copies of the context that they were started in.
+    `running` ends with the block in all contexts: a generator may enter and leave it in different contexts, and tasks
+    and threads have copies of the context that they were started in.
     """
 
     def __init__(self, model: Any) -> None:
@@ -37,7 +37,7 @@ class _Block:
         _blocks.set(tuple(block for block in _blocks.get() if block.running))
 
     def check(self) -> None:
-        """Raise E208 if the model is not what it was at the start."""
+        """Raise E208 if the model has changed since the start."""
         before: Snapshot = self.snapshot
         _check_converted(self.model, "adopt")
         self.model.adopt()
@@ -75,8 +75,8 @@ def unchanged(model: Any) -> Iterator[None]:
     there, or only on some. Calls of other threads compare as always, and so do those of other models. Arguments, modes
     and the lengths of caches are checked in every call.
 
-    Raises E208 for a model that is not converted, and at the end if the model is not what it was at the start: also
-    where a generator with the block is closed early, but not where the block raises another error.
+    Raises E208 for a model that is not converted, and at the end if the model has changed since the start: also where a
+    generator with the block is closed early, but not where the block itself raises an error.
     """
     _check_converted(model, "entered_model")
     stack, _ = model.entered_model()

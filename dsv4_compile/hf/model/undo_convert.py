@@ -14,7 +14,7 @@ from .adapters import adapted
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 _KEPT = "dsv4_part"
-"""Attribute of a model whose other parts were freed, which cannot be undone; another convert goes on from there."""
+"""Attribute of a model whose other parts were freed, which cannot be undone; the next convert goes on from there."""
 
 
 def undone_on_failure(convert: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
@@ -36,7 +36,7 @@ def undone_on_failure(convert: Callable[_Parameters, _Result]) -> Callable[_Para
 
 
 class Before:
-    """Classes and attributes of all modules, and, with `values`, the bits of what merging of adapters may overwrite.
+    """Classes and attributes of all modules, and, with `values`, the bits of weights that merged adapters overwrite.
 
     The values are copied to the memory of the host. Weights that convert moves keep their bits, and are not copied.
     """
@@ -45,13 +45,13 @@ class Before:
         self.model = model
         self.modules = [(module, type(module), [*map(_held, vars(module).items())]) for module in model.modules()]
         parts = [module for _, module in adapted(model)] if values else []
-        tensors = {id(t): t for part in parts for t in (*part.parameters(), *part.buffers())}
+        tensors = {id(t): t for adapter in parts for t in (*adapter.parameters(), *adapter.buffers())}
         self.values = [(t, t.detach().to("cpu", copy=True)) for t in tensors.values()]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Undo all that has changed since."""
-        kept = {_KEPT: vars(self.model)[_KEPT]} if _KEPT in vars(self.model) else {}
+        saved = {_KEPT: vars(self.model)[_KEPT]} if _KEPT in vars(self.model) else {}
         for module, kind, attributes in self.modules:
             if type(module) is not kind:
                 module.__class__ = kind
@@ -60,16 +60,16 @@ class Before:
                     value.clear()
                     value.update(content) if isinstance(value, (dict, set)) else value.extend(content)
             now, then = vars(module), {name: value for name, value, _ in attributes}
-            if not _same(now, then):  # untouched, it may be running in another thread
+            if not _same(now, then):  # equal ones stay untouched: the module may be running in a different thread
                 now.clear()
                 now.update(then)
-        vars(self.model).update(kept)
+        vars(self.model).update(saved)
         for tensor, value in self.values:
             tensor.data.copy_(value)
 
 
 def _held(attribute: tuple[str, Any]) -> tuple[str, Any, Any]:
-    """Return the name of an attribute, its value, and a copy of what the value contains, None for no container."""
+    """Return the name of an attribute, its value, and a copy of the value if it is a container, else None."""
     name, value = attribute
     return name, value, value.copy() if isinstance(value, (dict, list, set)) else None
 

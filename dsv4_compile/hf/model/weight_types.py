@@ -34,8 +34,8 @@ def is_plain(value: Any) -> bool:
 def check_weights(model: Any, *, attention_only: bool) -> None:
     """Raise E208 for weights of a decoder stack that a converted model would misread.
 
-    They are tensors that code of another library stands for (torchao's, a DTensor), quantised integers, float64, or
-    linears in another dtype than the embedding.
+    They are tensor subclasses (torchao's, a DTensor), quantised integers, float64, or linears whose dtype is not the
+    embedding's.
     """
     dtype = embedding_weight(model).dtype
     if dtype not in FLOATS:
