@@ -1,4 +1,4 @@
-"""Records and reports of strangers: another type is E201 without a traceback, and no text of them leaves its place."""
+"""Records and reports from strangers: wrong types raise E201 without a traceback, and their texts are escaped."""
 
 from __future__ import annotations
 

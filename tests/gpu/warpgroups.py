@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 ROUNDS, THREADS = 64, 128
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 STORED = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-# A thread loads what one of another warp has stored.
+# A thread loads elements that a thread of a different warp has stored.
 LOADED = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[],

@@ -156,7 +156,7 @@ class World:
         return run
 
     def without_cache(self) -> Callable[[], None]:
-        """Draw a forward without a cache, whose result continues until another call takes the model's own."""
+        """Draw a forward without a cache; its result can be continued until the next call takes the model's cache."""
         rows, columns = self.choose(1, 2, ROWS), self.choose(*WIDTHS)
         ids = self.ids(rows, columns)
         options = {"attention_mask": torch.ones_like(ids)} if self.in_graph else {}
@@ -358,7 +358,7 @@ class World:
             faults: list[BaseException] = []
 
             def guarded(call: Callable[[], None]) -> None:
-                # Its own in each thread. One may miss a graph that another looks up at the same time, and compile it.
+                # The limit is per thread. A thread may miss a graph during its look-up elsewhere, and compile it again.
                 torch._dynamo.config.recompile_limit = MAX_GRAPHS
                 try:
                     call()

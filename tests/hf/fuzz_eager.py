@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 SHORT = 48
-"""Most tokens of a row that is computed beside short ones, not beside long ones."""
+"""Most tokens of a row that is batched with short rows, not with long ones."""
 TIE = 1e-5
 """Difference of two experts' scores below which rounding may choose either."""
 

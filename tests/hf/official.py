@@ -117,7 +117,7 @@ def dequantised(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def official_tensors(model: Any, *, experts: Any = mxfp4, wo_a: Any = e4m3) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, and round the weights of `model`, in float32, to what they hold."""
+    """Return the tensors of a checkpoint, and round the weights of `model`, in float32, to their values."""
     out: dict[str, Tensor] = {}
 
     def put(name: str, module: Any, leaf: str = "weight", dtype: torch.dtype = torch.bfloat16) -> None:

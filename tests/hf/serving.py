@@ -24,7 +24,7 @@ def prompt(length: int, seed: int = 0, vocab: int = 512) -> list[int]:
 
 
 def alone(model: Any, ids: list[int], **options: Any) -> list[int]:
-    """Return the tokens of a request that nothing runs beside."""
+    """Return the tokens of a request that runs alone."""
     batch = hf.RunningBatch(model, slots=1, prefill_chunk=48)
     return list(batch.submit(ids, **options))
 

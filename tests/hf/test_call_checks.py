@@ -1,4 +1,4 @@
-"""Tests of what callers do beside the main road: each is the number of eager transformers, or refused with a code."""
+"""Tests of unusual calls: each returns the numbers of eager transformers, or raises an error with a code."""
 
 from __future__ import annotations
 

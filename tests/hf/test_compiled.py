@@ -20,11 +20,11 @@ from dsv4_compile.hf.tiny import quiet_libraries, tiny_config, tiny_model
 
 PROMPT_LENGTHS = (1, 5, 126, 250)
 DECODE_STEPS = 140
-"""Every prompt closes a group of 128 while it decodes, and the longest its third, the first of another page."""
+"""Every prompt closes a group of 128 while it decodes, and the longest its third, the first of a second page."""
 MAX_SEQ_LEN = 512
 LAYERS = {"num_hidden_layers": 2, "layer_types": tiny_config().layer_types[1:3], "hc_sinkhorn_iters": 2}
-"""One that indexes and one that does not, hashed and routed experts; both attend to a window as well. Layers are what
-compiling costs."""
+"""One that indexes and one that does not, hashed and routed experts; both attend to a window as well. Two layers only,
+as each takes seconds to compile."""
 MAX_GRAPHS = 4
 """A prefill and a decode graph for one row, and the same for several."""
 

@@ -111,7 +111,7 @@ def test_quantised_caches_stay_close(original, kv_cache_dtype: str) -> None:
                        indexer_cache_dtype="float32")  # fmt: skip
     ids = random_ids(1, 30)  # fewer than index_topk * 4 tokens, so that all entries are selected
     similarity = torch.nn.functional.cosine_similarity(model(ids).logits, eager_logits(original, ids), dim=-1)
-    # The median, because rounding may route single tokens to another expert.
+    # The median, because rounding may route single tokens to different experts.
     assert similarity.median() > (0.9999 if kv_cache_dtype == "bfloat16" else 0.99)
 
 

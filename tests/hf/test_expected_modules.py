@@ -129,7 +129,7 @@ ATTENTION: dict[str, Change] = {
     "window": lambda m: setattr(m.config, "sliding_window", 16),
     "a missing module": lambda m: delattr(m.layers[0].self_attn, "kv_norm"),
 }
-"""Changes of what attention's ops stand for."""
+"""Changes of modules and numbers that attention's ops replace."""
 AROUND: dict[str, Change] = {
     "score function": put("layers.1.mlp.gate", "score_fn", nn.Sigmoid()),
     "score function by hash": put("layers.0.mlp.gate", "score_fn", torch.sigmoid),
@@ -157,7 +157,7 @@ AROUND: dict[str, Change] = {
     ),
     "a norm's class around": subclass("layers.0.input_layernorm"),
 }
-"""Changes of what the ops around attention stand for."""
+"""Changes of modules and numbers that the ops around attention replace."""
 USED: dict[str, Change] = {
     "experts of a token": put("layers.1.mlp.gate", "top_k", 1),
     "experts of a token by hash, which its table decides": put("layers.0.mlp.gate", "top_k", 1),

@@ -33,7 +33,7 @@ COUNTS = {"attention": SEQUENCES // 2 or 50, "whole": SEQUENCES // 2 or 50, "ind
 
 
 FEW: dict[str, Any] = {"n_routed_experts": 4, "hc_sinkhorn_iters": 2}
-"""Loops in Python, which are most of what a call takes."""
+"""Fewer loops in Python, which take most of a call's time."""
 
 
 class Pair:

@@ -33,7 +33,7 @@ def pair() -> tuple[Any, Any]:
 
 
 class Changes:
-    """Code of a caller that gives the model another weight when it is called for the third time."""
+    """Code of a caller that replaces a weight of the model when it is called for the third time."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.calls = model, 0
@@ -192,7 +192,7 @@ def test_a_forward_inside_generate_compares_its_own_cache(pair: tuple[Any, Any])
         assert generation.has_compared(converted.model, cache) is known
         assert not generation.has_compared(converted.model, cache), "once a comparison"
     generation.compare_ahead(converted.model, one)
-    with mock.patch.dict(vars(converted.model), dsv4_snapshot=None):  # another thread adopts what does not fit
+    with mock.patch.dict(vars(converted.model), dsv4_snapshot=None):  # a thread failed to adopt the model
         assert not generation.has_compared(converted.model, one)
 
 

@@ -44,7 +44,7 @@ def in_e4m3() -> Any:
 
 
 def with_a_mixed_layer() -> Any:
-    """A compressor of one layer in another dtype, so that its weights are rows of nothing."""
+    """A compressor of one layer in a different dtype, so that its weights are not stacked."""
     model = tiny_model(dtype=torch.bfloat16, **SEVEN)
     model.model.layers[3].self_attn.compressor.kv_proj.float()
     return hf.convert(model, max_batch_size=2, max_seq_len=64)
@@ -74,7 +74,7 @@ def texts(gm: fx.GraphModule) -> Graph:
 
 
 class Seen:
-    """A backend that runs graphs as they are, and keeps them: what Dynamo traced, and what would be compiled."""
+    """A backend that runs graphs as they are, and keeps them as Dynamo traced them and as they would be compiled."""
 
     def __init__(self, repeats: bool = True) -> None:
         self.repeats = repeats
@@ -101,7 +101,7 @@ def compiled(model: Any, repeats: bool = True) -> Seen:
 
 
 def check_by_turns(seen: Seen, *models: Any) -> None:
-    """Compare each of `models`, which one backend compiles, with what it is without a compiler."""
+    """Compare each of `models`, which one backend compiles, with the same model without a compiler."""
     ids = random_ids(2, 12)
     for model in models:
         eager = copy.deepcopy(model)

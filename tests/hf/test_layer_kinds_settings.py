@@ -114,7 +114,7 @@ def test_a_forward_that_is_patched_into_a_class(pairs: Any, monkeypatch: pytest.
 
 
 class Scaled:
-    """An attention that a caller writes: scaled by what `factor` returns."""
+    """An attention that a caller writes: scaled by the result of `factor`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out, weights = super().forward(*args, **kwargs)  # type: ignore[misc]

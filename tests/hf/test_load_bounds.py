@@ -1,4 +1,4 @@
-"""Tests of what a folder may ask for: known keys, sizes that its headers have, links and names that stay inside."""
+"""Tests of the limits of a folder: known keys, sizes that its headers have, links and names that stay inside."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_all_problems_are_listed(good: Path, tmp_path: Path, capsys: pytest.Capt
     faults = [line for line in lines if line.startswith("fix")]
     assert len(faults) == folder_report.MOST_PROBLEMS + 1
     assert faults[0].split()[:2] == ["fix", "E207"] and "no tensor layers.0.attn.wq_a.weight" in faults[0]
-    # Four missing weights, whose scales are then too many, 16 of another shape and 16 too many.
+    # Four missing weights, whose scales are then too many, 16 of a wrong shape and 16 too many.
     assert faults[-1].split()[1:] == ["more", str(4 + 4 + 16 + 16 - 20), "problems", "like", "these"]
 
 

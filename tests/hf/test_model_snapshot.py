@@ -1,4 +1,4 @@
-"""Tests of what a call of a converted model compares: nothing twice, and everything after a change."""
+"""Tests of the comparisons in a call of a converted model: none twice, and all after a change."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_model_forgets_what_it_compared_when_it_is_reverted(called: Any) -> No
 
 
 def test_threads_compare_a_changed_model_one_at_a_time_and_once(called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that adopt a weight at once would stack it twice, and one would run with what the other is about to drop."""
+    """Two that adopt a weight at once would stack it twice, and one would run with a matrix that the other drops."""
     adopting: list[int] = []
     compare = type(called.model).compare
 

@@ -24,7 +24,7 @@ from tests.hf.small import close, random_ids
 
 IDS = torch.arange(3, 12)[None]
 ONE: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": tiny_config().layer_types[1:2], "num_hash_layers": 0}
-"""A layer is what tracing costs."""
+"""One layer, as tracing time grows with the layers."""
 
 
 def converted_model(**options: Any) -> Any:
@@ -106,7 +106,7 @@ USED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture
 def compiled(converted: Any) -> Any:
-    """A model of its own that has run, with the graph of the others."""
+    """A copy of the model that has run, with the graph of the others."""
     model = copy.deepcopy(converted)
     model.compile(backend="eager", fullgraph=True)
     close(logits(model), logits(converted))

@@ -203,7 +203,7 @@ def test_a_compress_ratio_of_1_is_a_window(ratios: list[int], tmp_path: Path) ->
 
 
 class Elsewhere(Tensor):
-    """A tensor whose memory another library reads, as torchao's."""
+    """A tensor subclass of a different library, as torchao's."""
 
 
 class Int8Linear(nn.Module):

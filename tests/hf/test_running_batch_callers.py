@@ -1,4 +1,4 @@
-"""Tests of what callers of a RunningBatch do: cancel, meddle, change the model, use threads, copy and fork."""
+"""Tests of callers of a RunningBatch: they cancel, meddle, change the model, use threads, copy and fork."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_an_interrupted_recovery_is_repeated(batch: Any, monkeypatch: pytest.Mon
 
 
 def test_ctrl_c_at_any_time_gives_no_wrong_token(model: Any) -> None:
-    """A signal arrives at one of many bytecodes of a step, of its callbacks and of what is between steps."""
+    """A signal arrives at one of many bytecodes of a step, of its callbacks or of the code between steps."""
     if threading.current_thread() is not threading.main_thread():
         pytest.fail("signals reach the main thread alone")
     batch = hf.RunningBatch(model, slots=3, prefill_chunk=32)

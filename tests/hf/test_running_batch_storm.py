@@ -22,7 +22,7 @@ from tests.hf.serving import BAD_TOKEN, HUGE_TOKEN, alone, damaged, good
 
 REQUESTS = int(os.environ.get("DSV4_STORM", "150"))
 MOVED = 1e-3
-"""Distance by which logits move, far above what float32 sums in another order differ by."""
+"""Distance by which logits move, far above the difference of float32 sums in a different order."""
 KINDS = min(48, REQUESTS // 4)
 """Different good requests."""
 
@@ -151,7 +151,7 @@ class Storm:
 
 
 def survive(call: Callable[[], object]) -> None:
-    """Go on after what callbacks raise, as a server does."""
+    """Go on after errors of callbacks, as a server does."""
     with suppress(KeyError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, RuntimeError, DSV4Error):
         call()
 

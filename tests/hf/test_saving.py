@@ -157,7 +157,7 @@ def test_weights_in_shared_memory_stay_there() -> None:
     assert all(p.is_shared() and p.data_ptr() == held[name] for name, p in model.named_parameters())
     other = tiny_model(5, **LAYERS)
     for name, tensor in model.state_dict().items():
-        tensor.copy_(other.state_dict()[name])  # as another process would
+        tensor.copy_(other.state_dict()[name])  # as a second process would
     torch.testing.assert_close(model(ids).logits, other(ids, use_cache=False).logits, atol=1e-4, rtol=0)
 
 

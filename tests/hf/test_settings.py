@@ -161,7 +161,7 @@ def test_layers_that_are_swapped_or_removed_take_effect(original: Any) -> None:
 
 @BOTH
 def test_a_larger_vocabulary(original: Any, attention_only: bool) -> None:
-    """Transformers raises for a token that the table of a hash router lacks; ops would read another token's row."""
+    """Transformers raises for a token that the table of a hash router lacks; ops would read a wrong row."""
     model, other, ids = converted(original, attention_only), copy.deepcopy(original), random_ids(1, 9)
     for each in (model, other):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Tests of threads that call one converted model, or compile beside each other."""
+"""Tests of threads that call one converted model, or compile at the same time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def eager(model: Any, ids: Tensor) -> Tensor:
 
 
 def at_once(call: Callable[[int], Any], count: int) -> list[Any]:
-    """Return the results of `call` for 0 to `count`, each of a thread of its own."""
+    """Return the results of `call` for 0 to `count`, each run in a new thread."""
     got: dict[int, Any] = {}
     threads = [threading.Thread(target=lambda i=i: got.update({i: call(i)})) for i in range(count)]
     for thread in threads:
@@ -75,7 +75,7 @@ def test_a_call_while_something_else_compiles(original: Any) -> None:
 
 
 def test_first_calls_at_once(original: Any) -> None:
-    """Each thread finds that another compiles what it needs."""
+    """All threads need the graph that one of them compiles."""
     torch.compiler.reset()
     model = converted_model()
     model.compile(fullgraph=True, backend="dsv4", options={"fallback_by_default": True})

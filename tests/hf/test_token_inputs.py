@@ -1,4 +1,4 @@
-"""Token ids of any strides are what their copies are."""
+"""Tests of token ids of any strides: results equal those of contiguous copies."""
 
 from __future__ import annotations
 

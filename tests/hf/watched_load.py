@@ -21,7 +21,7 @@ SECONDS, MEGABYTES, LETTERS = 5.0, 500, 4000
 
 @dataclass
 class Outcome:
-    """How a call ended: "ok", the code of an error, or the raw exception; with what it did on the way."""
+    """How a call ended: "ok", the code of an error, or the raw exception; with its side effects."""
 
     ended: str
     seconds: float = 0.0
@@ -30,7 +30,7 @@ class Outcome:
 
     @property
     def faults(self) -> list[str]:
-        """Sentences on what broke a limit or a rule; empty for a clean run."""
+        """Sentences on broken limits and rules; empty for a clean run."""
         faults = list(self.outside)
         if not (self.ended == "ok" or self.ended[0] in "EW"):
             faults.append(self.ended)

@@ -50,7 +50,7 @@ def fresh_python() -> Callable[..., str]:
 
 
 class Distributions(NamedTuple):
-    """A wheel and an sdist of this tree, and what setuptools printed while it built them."""
+    """A wheel and an sdist of this tree, and the output of setuptools while it built them."""
 
     wheel: Path
     sdist: Path

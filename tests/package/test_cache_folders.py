@@ -89,7 +89,7 @@ def test_doctor_looks_at_both_caches(cache: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_files_that_are_replaced_at_once_are_whole(tmp_path: Path) -> None:
-    """Two threads of a process, without a lock: each writes a file of its own, and moves it."""
+    """Two threads of a process, without a lock: each writes a separate file, and moves it."""
     path = tmp_path / "results.json"
 
     def write(number: int) -> None:

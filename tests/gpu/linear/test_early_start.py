@@ -59,7 +59,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[torch.cuda.CUDAGraph]:
 
 @triton.jit
 def _mix_kernel(p_out, p_x, shift, PDL: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr):
-    """Out of x and of x `shift` elements further on, which another program of the kernel in front has written, late."""
+    """Mix x with x `shift` elements further on, which a different program of the previous kernel writes late."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
