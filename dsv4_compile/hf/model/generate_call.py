@@ -1,8 +1,8 @@
 """A running `generate` call: the caches that it owns, and comparisons of the model while the device works.
 
-Between two steps of `generate` only transformers' code runs, unless the caller passed a processor, criterion or
-streamer. Nothing in this thread can change the model then, so the comparison that a call makes before its launch
-follows the launch before it, while the device is busy. Changes by other threads are adopted a step later.
+Between two steps of `generate` only transformers' code runs, unless the caller passed a function or an object to call.
+Nothing in this thread can change the model then, so the comparison that a call makes before its launch follows the
+launch before it, while the device is busy. Changes by other threads are adopted a step later.
 """
 
 from __future__ import annotations
