@@ -22,7 +22,7 @@ from .._compat import OpOverload, fallback_handler, has_device_kernel, make_fall
 from ..errors import CompileError, fail
 from ..ops.common import kernels
 from ..ops.common.arguments import packed
-from ..ops.common.define import EAGER, OPS, REFERENCES
+from ..ops.common.define import EAGER, LOWERED, OPS, REFERENCES
 from ..ops.common.kernels import KERNELS, launch, refusal
 from ..options import Options
 from ..selection import measured
@@ -32,27 +32,6 @@ from .calls_on_cpu import Function, call_on_cpu
 from .storage_offsets import count_slices_from_their_base, keep_storage_offsets
 
 log = logging.getLogger(__name__)
-
-MODULES = (
-    "preprocess.compress_norm_rope_insert",
-    "metadata.compressed_slot_mapping",
-    "linear.fp8_linear",
-    "preprocess.fused_q_kv_rmsnorm",
-    "preprocess.kv_rope_insert",
-    "metadata.global_topk",
-    "hyper_connections.mhc_boundary",
-    "hyper_connections.mhc_head",
-    "hyper_connections.mhc_post",
-    "hyper_connections.mhc_pre",
-    "indexer.indexer_q_rope_quant",
-    "attention.inv_rope",
-    "moe.moe_experts",
-    "moe.moe_route",
-    "preprocess.q_norm_rope",
-    "preprocess.quantize_and_insert_k_cache",
-    "preprocess.save_partial_states",
-)
-"""The files of this folder that register lowerings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +46,8 @@ class Lowering:
     yields: Callable[[Call], str]
 
 
+TRACED = "dsv4_compile.lowering.traced"
+"""Module that registers the lowerings of all ops that are `Traced`."""
 LOWERINGS: dict[str, Lowering] = {}
 COMPILES_LONG = "C++ of it takes longer to compile than it saves"
 """Why `auto` leaves an op on a CPU to its reference, or its form for CPUs: see examples/benchmarks/cpu_models.py."""
@@ -102,8 +83,8 @@ def load() -> None:
         call_on_cpu(twin(op, "eager"), function)
     for op in KERNELS:
         make_fallback(twin(op, "triton"))
-    for name in MODULES:
-        importlib.import_module(f"{__package__}.{name}")
+    for module in {how if isinstance(how, str) else TRACED for how in LOWERED.values()}:
+        importlib.import_module(module)
 
 
 @functools.cache

@@ -1,13 +1,13 @@
-"""What each op must do: bytes moved and products added, as sympy expressions of its sizes, and the time that allows.
+"""What each op must do: bytes moved and products added, as functions of its sizes, and the time that allows.
 
     cost = costs.of("fp8_linear", T=8, K=4096, N=1536)      # 6.4 MB, 0.1 GFLOP
     costs.floor_us(cost, costs.H200)                        # 1.48 us: no implementation is faster
 
-Bytes are those of arguments, read once, and of results; a cache or a table counts with the rows that a call touches.
-Flops are those of GEMMs and of the score; a norm or a rotation costs bytes alone. Sizes that are not given stay
-symbols, so that a cost can be looked at, compared and differentiated.
+The file of an op gives its `CostModel` to `define`. Bytes are those of arguments, read once, and of results; a cache or
+a table counts with the rows that a call touches. Flops are those of GEMMs and of the score; a norm or a rotation costs
+bytes alone. Sizes that are not given stay symbols of sympy, so that a cost can be looked at and differentiated.
 
-Symbols: T tokens, R requests, H heads, D head dim, G groups, N output features (of a group), K input features (of a
+Sizes: T tokens, R requests, H heads, D head dim, G groups, N output features (of a group), K input features (of a
 group), or keys that a token selects, S rows of a gathered workspace, L logits of a token, C cached entries that a step
 reads or writes, W the sliding window or the raw tokens that one entry pools, Q the rank of the queries, `rope` rotated
 dims, `width` of a state row; in bytes: `row` a cached row with its scales, `e` an activation, `s` a scale.
@@ -15,21 +15,17 @@ dims, `width` of a state row; in bytes: `row` a cached row with its scales, `e` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import sympy  # type: ignore[import-untyped]
+from typing import Any, NamedTuple
 
 from .. import layout
 from ..errors import check
 
-_SYMBOLS = sympy.symbols("T R H D G N K S L C W Q rope width row e s", integer=True, nonnegative=True)
-T, R, H, D, G, N, K, S, L, C, W, Q, rope, width, row, e, s = _SYMBOLS
-_ZERO = sympy.Integer(0)
-_INT32, _INT64, _FLOAT32, _E4M3 = 4, 8, 4, 1
-_DEFAULTS: dict[str, Any] = {"e": 2, "s": 1}
-"""Sizes that are taken unless others are given: bfloat16 activations, UE8M0 scales."""
+INT32, INT64, FLOAT32, FP8 = 4, 8, 4, 1
+"""Bytes of an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +37,77 @@ class Cost:
 
     bytes: Any
     flops: Any
+    operands: str = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class CallSizes:
+    """Sizes of a call from its arguments by name: fake tensors and plain values. Mutated caches may be absent."""
+
+    arguments: Mapping[str, Any]
+
+    def dims(self, name: str) -> list[int]:
+        """Shape of a tensor. ValueError for a size that has no number yet."""
+        return [_number(size) for size in self.arguments[name].shape]
+
+    def size(self, name: str) -> int:
+        """Bytes of an element."""
+        return int(self.arguments[name].element_size())
+
+    def of_heads(self, name: str) -> dict[str, int]:
+        """Sizes of `[T, H, D]`."""
+        return dict(zip(("T", "H", "D"), self.dims(name), strict=True)) | {"e": self.size(name)}
+
+    def of_rows(self, name: str) -> dict[str, int]:
+        """Sizes of `[T, D]`."""
+        return dict(zip(("T", "D"), self.dims(name), strict=True)) | {"e": self.size(name)}
+
+    def of_streams(self) -> dict[str, int]:
+        """Sizes of `[T, G, D]` streams."""
+        return dict(zip(("T", "G", "D"), self.dims("streams"), strict=True)) | {"e": self.size("streams")}
+
+    def row(self, dim: int, like: str, cache_format: str = "cache_format") -> dict[str, int]:
+        """Bytes of a row; plain rows are as wide as elements of `like`."""
+        return {"row": row_bytes(self.arguments[cache_format], dim, self.size(like))}
+
+    @property
+    def rope(self) -> dict[str, int]:
+        """Rotated dims."""
+        return {"rope": self.dims("cos_sin_cache")[-1]}
+
+    def bytes_of(self, *names: str) -> int:
+        """Bytes of those of the tensors `names` that are given."""
+        present = [name for name in names if self.arguments.get(name) is not None]
+        return sum(math.prod(self.dims(name)) * self.size(name) for name in present)
+
+    def of_indices(self, name: str) -> dict[str, int]:
+        """Sizes of `[T, ..., K]` indices, at most `topk` of them read, and of the window where there is one."""
+        dims = self.dims(name)
+        return {"T": dims[0], "K": self.arguments.get("topk", dims[-1]), "W": self.arguments.get("window", 0)}
+
+    def of_product(self, x: str, weight: str, scale: str = "") -> dict[str, int]:
+        """Sizes of a GEMM, whether groups are a dim of x or not."""
+        (rows, k), dims = self.dims(weight), self.dims(x)
+        groups = self.arguments.get("groups", dims[1] if scale == "b_scale" else 1)
+        sizes = {"T": math.prod(dims) // (groups * k), "G": groups, "N": rows // groups, "K": k, "e": self.size(x)}
+        return sizes | ({"s": self.size(scale)} if scale else {})
+
+    @property
+    def grouped_heads(self) -> dict[str, int]:
+        """Heads that are in a group, where the call gives groups; others are padding."""
+        groups, heads = self.arguments["n_groups"], self.arguments["heads_per_group"]
+        return {"H": groups * heads} if heads else {}
+
+
+class CostModel(NamedTuple):
+    """Cost of an op: `formula` gives bytes and flops by named sizes, with defaults for `e` and `s`.
+
+    `sizes` reads the sizes from a call, where its shapes tell them; `added` returns costs of optional arguments.
+    """
+
+    formula: Callable[..., tuple[Any, Any]]
+    sizes: Callable[[CallSizes], Mapping[str, int]] | None = None
+    added: Callable[[CallSizes], Sequence[Cost]] | None = None
     operands: str = "bfloat16"
 
 
@@ -59,13 +126,16 @@ H200 = Machine("NVIDIA H200", copy=4.3e12, flops={"bfloat16": 790e12, "e4m3": 2 
 """132 multiprocessors, torch 2.11, Triton 3.6, medians of CUDA graph replays: a copy much larger than the L2 cache, and
 a large bfloat16 product. The figure of e4m3 is not measured: its data sheet says twice that of bfloat16."""
 
+MODELS: dict[str, CostModel] = {}
+"""Cost model of every op by name, filled by `define`."""
+
 
 def floor_us(cost: Cost, machine: Machine, launches: int = 0) -> float:
     """Microseconds below which no implementation gets on `machine`, with `launches` graph nodes on top.
 
     E201 for a cost with open sizes.
     """
-    open_sizes = sorted(map(str, sympy.sympify(cost.bytes + cost.flops).free_symbols))
+    open_sizes = sorted({str(symbol) for value in (cost.bytes, cost.flops) for symbol in _symbols_in(value)})
     check(
         not open_sizes,
         "E201",
@@ -79,17 +149,20 @@ def floor_us(cost: Cost, machine: Machine, launches: int = 0) -> float:
 
 def names() -> tuple[str, ...]:
     """The ops with a known cost."""
-    return tuple(_TABLE)
+    return tuple(MODELS)
 
 
 def sizes(op: str) -> tuple[str, ...]:
     """Names of the sizes that the cost of `op` depends on."""
-    symbols = {symbol.name for expression in _expressions(op) for symbol in expression.free_symbols}
-    return tuple(symbol.name for symbol in _SYMBOLS if symbol.name in symbols)
+    check(op in MODELS, "E201", got=repr(op), rule=f"costs are known of {', '.join(MODELS)}", fix="pass a known op")
+    return tuple(inspect.signature(MODELS[op].formula).parameters)
 
 
-def of(op: str, **given: int | sympy.Expr) -> Cost:
-    """Cost of one call of `op`. Raises E201 for an op or a size that the table does not know."""
+def of(op: str, **given: Any) -> Cost:
+    """Cost of one call of `op`. Raises E201 for an op or a size that the table does not know.
+
+    A size is an int, or an expression of sympy. One that is missing stays a symbol; `e` is 2 then, and `s` 1.
+    """
     known = sizes(op)
     unknown = sorted(set(given) - set(known))
     fix = f"pass sizes among {', '.join(known)}"
@@ -97,17 +170,56 @@ def of(op: str, **given: int | sympy.Expr) -> Cost:
     check(not unknown, "E201", got=f"sizes {unknown} of {op}", rule=rule, fix=fix)
     low = {name: size for name, size in given.items() if isinstance(size, int) and size < 0}
     check(not low, "E201", got=f"sizes {low} of {op}", rule="a size is at least 0", fix="pass sizes of at least 0")
-    sizes_given = _DEFAULTS | given
-    values = {symbol: sizes_given[symbol.name] for symbol in _SYMBOLS if symbol.name in sizes_given}
-    bytes_, flops = (expression.subs(values) for expression in _expressions(op))
-    bytes_, flops = (int(expression) if expression.is_Integer else expression for expression in (bytes_, flops))
-    return Cost(bytes_, flops, "e4m3" if op in _E4M3_PRODUCTS else "bfloat16")
+    model = MODELS[op]
+    parameters = inspect.signature(model.formula).parameters.values()
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in given]
+    bytes_, flops = model.formula(**given, **{name: _symbol(name) for name in missing})
+    return Cost(bytes_, flops, model.operands)
+
+
+def _symbol(name: str) -> Any:
+    import sympy  # type: ignore[import-untyped]  # late: it takes longer to import than this package
+
+    return sympy.Symbol(name, integer=True, nonnegative=True)
+
+
+def _symbols_in(value: Any) -> set[Any]:
+    return set(getattr(value, "free_symbols", ()))
+
+
+def smaller(a: Any, b: Any) -> Any:
+    """Return the smaller of two numbers, or the expression of it."""
+    if _symbols_in(a) | _symbols_in(b):
+        import sympy
+
+        return sympy.Min(a, b)
+    return min(a, b)
+
+
+def angles(rope: Any) -> Any:
+    """Bytes of a token's position and of its row of the table of cosines and sines."""
+    return INT64 + rope * FLOAT32
+
+
+def inserted(row: Any) -> Any:
+    """Bytes of a row that is written into a cache, and of its slot."""
+    return INT64 + row
+
+
+def act_tiles(size: Any) -> Any:
+    """Quantisation tiles of a row of `size` activations."""
+    return layout.cdiv(size, layout.ACT_TILE)
+
+
+def weight_tiles(rows: Any, size: Any) -> Any:
+    """Quantisation tiles of a weight `[rows, size]`."""
+    return layout.cdiv(rows, layout.WEIGHT_TILE) * act_tiles(size)
 
 
 def beside(T: int, K: int, N: int, M: int, e: int = 2) -> Cost:
     """Cost that a second, floating weight `[M, K]` adds to a `fp8_linear` of `[N, K]`: both results are float32, and x,
     of `e` bytes an element as that weight, is read once."""
-    return Cost(T * (N * (_FLOAT32 - e) + M * _FLOAT32) + e * M * K, 2 * T * M * K)
+    return Cost(T * (N * (FLOAT32 - e) + M * FLOAT32) + e * M * K, 2 * T * M * K)
 
 
 def row_bytes(cache_format: str, dim: int = layout.HEAD_DIM, itemsize: int = 2) -> int:
@@ -118,126 +230,11 @@ def row_bytes(cache_format: str, dim: int = layout.HEAD_DIM, itemsize: int = 2) 
     if cache_format in layout.PAGE_LAYOUTS:
         page = layout.PAGE_LAYOUTS[cache_format]
         return page.data + page.scale
-    return dim * (itemsize if cache_format == "plain" else _E4M3)
+    return dim * (itemsize if cache_format == "plain" else FP8)
 
 
-def _expressions(op: str) -> tuple[sympy.Expr, sympy.Expr]:
-    fix = "pass one of costs.names()"
-    check(op in _TABLE, "E201", got=repr(op), rule=f"costs are known of {', '.join(_TABLE)}", fix=fix)
-    bytes_, flops = _TABLE[op]
-    return sympy.sympify(bytes_), sympy.sympify(flops)
-
-
-_ANGLES = _INT64 + rope * _FLOAT32
-_INSERTED = _INT64 + row
-_STRIPS = sympy.ceiling(K / layout.ACT_TILE)
-_BLOCKS = sympy.ceiling(G * N / layout.WEIGHT_TILE) * _STRIPS
-_FLAT_BLOCKS = _BLOCKS.subs(G, 1)
-_ALIGNED = layout.INDEX_ALIGN * sympy.ceiling((K + W) / layout.INDEX_ALIGN)
-_QUERIES = H * (D + _FLOAT32) + 2 * _INT32
-_COEFFICIENTS = _FLOAT32 * (G + G * G)
-_MIX = _FLOAT32 * ((G + 2) * G * (G * D + 1) + 3 + D)
-_HEADS = T * H * (2 * e * D + _FLOAT32)
-
-_TABLE: dict[str, tuple[Any, Any]] = {
-    # Around the projections.
-    "fused_q_kv_rmsnorm": (2 * T * e * (Q + D) + e * (Q + D), _ZERO),
-    "q_norm_rope": (T * (_ANGLES + 2 * e * H * D), _ZERO),
-    "preprocess_insert": (T * (e * (2 * Q + D) + _ANGLES + _INSERTED) + e * (Q + D), _ZERO),
-    "preprocess_insert_quant": (
-        T * (e * (Q + D) + Q * _E4M3 + _FLOAT32 * sympy.ceiling(Q / layout.ACT_TILE) + _ANGLES + _INSERTED)
-        + e * (Q + D),
-        _ZERO,
-    ),
-    "kv_rope_insert": (T * (_ANGLES + e * D + _INSERTED), _ZERO),
-    "q_norm_rope_kv_insert": (T * (_ANGLES + 2 * e * H * D + e * D + _INSERTED), _ZERO),
-    "quantize_and_insert_k_cache": (T * (e * D + _INSERTED), _ZERO),
-    "dequantize_and_gather_k_cache": (S * (row + e * D), _ZERO),
-    "inv_rope": (T * (_ANGLES + 2 * e * H * D), _ZERO),
-    "inv_rope_fp8_quant": (T * (_ANGLES + (e + _E4M3) * H * D + _FLOAT32 * H * D / layout.ACT_TILE), _ZERO),
-    # Matrix products.
-    "fp8_linear": (e * T * (K + N) + N * K + s * _FLAT_BLOCKS, 2 * T * N * K),
-    "fp8_grouped_einsum": (
-        T * G * (K + _FLOAT32 * _STRIPS + 2 * N) + G * N * K + s * _BLOCKS,
-        2 * T * G * N * K,
-    ),
-    "fp8_grouped_einsum_quant": (
-        T * G * (K + _FLOAT32 * _STRIPS + N * _E4M3 + _FLOAT32 * N / layout.ACT_TILE) + G * N * K + s * _BLOCKS,
-        2 * T * G * N * K,
-    ),
-    "grouped_linear": (e * G * (T * (K + N) + N * K), 2 * T * G * N * K),
-    # Hyper-connections.
-    "mhc_pre": (T * (e * (G + 1) * D + _COEFFICIENTS) + _MIX, 2 * T * (G + 2) * G * G * D),
-    "mhc_post": (T * (e * (2 * G + 1) * D + _COEFFICIENTS), _ZERO),
-    "mhc_boundary": (T * (e * (2 * G + 2) * D + 2 * _COEFFICIENTS) + _MIX, 2 * T * (G + 2) * G * G * D),
-    "mhc_head": (T * e * (G + 1) * D + _FLOAT32 * (G * G * D + G + 1 + D), 2 * T * G * G * D),
-    # Mixture of experts.
-    "moe_experts": (
-        T * (2 * e * D + K * (_INT32 + _FLOAT32)) + sympy.Min(N, T * K) * row,
-        6 * T * K * D * L,
-    ),
-    "moe_route": (e * D * (T + N) + _FLOAT32 * N + T * K * (_INT32 + _FLOAT32), 2 * T * N * D),
-    # Drafts.
-    "accept_drafts": (
-        R * (N * (e * (K + 1) + _FLOAT32 * K) + _INT64 * (2 * K + 7) + _INT32),
-        _ZERO,
-    ),
-    "markov_drafts": (
-        R * K * (N * (e + _FLOAT32) + e * D + _INT64) + e * K * N * D + R * 7 * _INT64,
-        2 * R * K * N * D,
-    ),
-    # Compressors and indexer.
-    "save_partial_states": (T * (2 * _FLOAT32 * width + 2 * _INT64), _ZERO),
-    "compress_norm_rope_insert": (C * (2 * _FLOAT32 * W * D + row) + T * (3 * _INT64 + _INT32), _ZERO),
-    "indexer_q_rope_quant": (T * (H * ((e + _E4M3) * D + e + _FLOAT32) + _ANGLES), _ZERO),
-    "indexer_logits": (C * row + T * (_QUERIES + _FLOAT32 * L), 2 * T * H * D * L),
-    "indexer_logits_topk": (C * row + T * (_QUERIES + _INT32 * K), 2 * T * H * D * L),
-    "indexer_topk_slots": (C * row + T * (_QUERIES + _INT32 * (K + 1)), 2 * T * H * D * L),
-    "indexer_logits_topk_ragged": (C * row + T * (_QUERIES + _INT32 * K), 2 * T * H * D * L),
-    "cp_gather_indexer_k": (2 * S * row, _ZERO),
-    # Indices.
-    "global_topk": (T * (2 * _INT32 * K + _INT32), _ZERO),
-    "global_topk_ragged": (T * (2 * _INT32 * K + 2 * _INT32), _ZERO),
-    "ragged_from_dense": (T * (2 * _INT32 * K + 2 * _INT32), _ZERO),
-    "combine_topk_swa": (T * _INT32 * (K + _ALIGNED + 1), _ZERO),
-    "combine_topk_swa_ragged": (T * (_INT32 * (2 * K + W) + 2 * _INT32), _ZERO),
-    "convert_req_index": (T * (2 * _INT32 * K + 2 * _INT32), _ZERO),
-    "compressed_slot_mapping": (2 * T * _INT64, _ZERO),
-    "c128a_topk_metadata": (T * (3 * _INT64 + _INT32 * (K + 1)), _ZERO),
-    "flashinfer_mixed_indices": (T * (_INT32 * 2 * (K + W) + _INT32), _ZERO),
-    "swa_metadata": (T * (_INT32 * (W + 2) + 1), _ZERO),
-    "batch_metadata": (T * (8 * _INT64 + 5 * _INT32 + 1 + _INT32 * (W + K)), _ZERO),
-    "advance": (R * (6 * _INT32 + 2 * _INT64), _ZERO),
-    "copy_ragged_to_graph_buffers": (T * (2 * _INT32 * K + 2 * _INT32), _ZERO),
-    "prefill_gather_lens": (3 * R * _INT32, _ZERO),
-    # Attention.
-    "sparse_mla_decode": (T * K * (row + _INT32) + _HEADS, 4 * T * H * K * D),
-    "sparse_mla_decode_ragged": (T * K * (row + _INT32) + _HEADS, 4 * T * H * K * D),
-    "sparse_mla_decode_latent": (
-        T * (K * (row + _INT32) + H * (e * (D + N) + _FLOAT32)),
-        2 * T * H * K * (D + N),
-    ),
-    "sparse_mla_decode_out": (T * K * (row + _INT32) + _HEADS, 4 * T * H * K * D),
-    "sparse_mla_decode_quant": (
-        T * (K * (row + _INT32) + H * D * (e + _E4M3) + _FLOAT32 * H * D / layout.ACT_TILE),
-        4 * T * H * K * D,
-    ),
-    "sparse_mla_prefill": (e * S * D + T * (_INT32 * K + _FLOAT32 * H) + _HEADS, 4 * T * H * K * D),
-    "sparse_mla_prefill_ragged": (e * S * D + T * (_INT32 * K + _FLOAT32 * H) + _HEADS, 4 * T * H * K * D),
-}
-"""Bytes and flops by name of the op. Index rows are counted at their full width, K or W; keys of `sparse_mla_decode`
-are those of both caches together, each read once for every token that attends it. `preprocess_insert`, quantised or
-not, is counted without compressors: each adds a `save_partial_states` and a `compress_norm_rope_insert`. N of
-`sparse_mla_decode_latent` is the dims of a value. G of hyper-connections is their streams; `mhc_head` is counted
-without the output of a sub-layer, and weights in float32. Of drafts, K is how many a request has, N the vocabulary and
-D the rank of the Markov head; each draft reads its `w2` once for all requests."""
-
-_E4M3_PRODUCTS = {
-    "fp8_linear",
-    "fp8_grouped_einsum",
-    "fp8_grouped_einsum_quant",
-    "indexer_logits",
-    "indexer_logits_topk",
-    "indexer_logits_topk_ragged",
-    "indexer_topk_slots",
-}
+def _number(size: Any) -> int:
+    number = size if isinstance(size, int) else getattr(size.node, "hint", None)
+    if number is None:
+        raise ValueError(f"no number is known of {size}")
+    return int(number)

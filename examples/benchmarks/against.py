@@ -60,7 +60,7 @@ def module(of: str, stem: str) -> ModuleType:
 
 def launchers(op: str, of: dict[str, str]) -> dict[str, Callable[..., Any]]:
     """Return the launchers of `op` by name, as functions of the op's arguments."""
-    calls = {name: getattr(module(package, KERNELS[op]), op) for name, package in of.items()}
+    calls = {name: getattr(module(package, KERNELS[op].partition("kernels.")[2]), op) for name, package in of.items()}
     # A launcher of a wide op takes its arguments as one tuple, in an older checkout one by one.
     wide = {name: len(inspect.getfullargspec(call).args) > 1 for name, call in calls.items()}
     return {name: call if wide[name] else packed(op, call) for name, call in calls.items()}

@@ -17,7 +17,7 @@ from dsv4_compile import bench, layout
 from dsv4_compile.bench import preprocess, preprocess_insert, timing
 from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.kernels.linear import gemm, gemm_sm90_small
-from dsv4_compile.ops.common.kernels import KERNELS
+from dsv4_compile.ops.common.kernels import kernel_module
 
 CPU = torch.device("cpu")
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks" / "tuning"
@@ -77,7 +77,7 @@ def test_tilings_of_gemm_are_returned_by_the_functions_that_choose(
 
 def test_tilings_of_the_indexer_are_arguments_of_the_launchers(tuning: Callable[[str], ModuleType]) -> None:
     for op, tiles in tuning("indexer_tiles").TILES.items():
-        module = importlib.import_module(f"dsv4_compile.kernels.{KERNELS[op]}")
+        module = kernel_module(op)
         parameters = inspect.signature(getattr(module, op)).parameters
         for tile in tiles.values():
             for name, value in tile.items():

@@ -40,10 +40,11 @@ sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed
 from dsv4_compile._compat import device_architecture, triton_version  # noqa: E402
 from dsv4_compile._files import replace_rows  # noqa: E402
 from dsv4_compile.lowering import registry  # noqa: E402
+from dsv4_compile.ops.common.define import LOWERED  # noqa: E402
 from dsv4_compile.ops.common.kernels import KERNELS  # noqa: E402
 from dsv4_compile.selection import proven  # noqa: E402
 
-LOWERED = "test_lowered_"
+PREFIX = "test_lowered_"
 FIRST = (
     "sparse_mla_decode",
     "preprocess_insert",
@@ -131,10 +132,9 @@ class Running(NamedTuple):
 
 def claims(path: Path) -> list[tuple[str, str]]:
     """(impl, op) that a test file proves when it passes."""
-    if path.stem.startswith(LOWERED):
-        stem = path.stem.removeprefix(LOWERED)
-        homes = {op: lowering.lower.__module__.rpartition(".")[2] for op, lowering in registry.LOWERINGS.items()}
-        return [("ir", op) for op, home in sorted(homes.items()) if home == stem]
+    if path.stem.startswith(PREFIX):
+        stem = path.stem.removeprefix(PREFIX)
+        return [("ir", op) for op, how in sorted(LOWERED.items()) if str(how).endswith(f".{stem}") or op == stem]
     stem = path.stem.removeprefix("test_")
     return [("triton", op) for op in sorted(KERNELS) if tested_by(op) == stem]
 
@@ -157,7 +157,7 @@ def by_value(paths: Sequence[Path]) -> list[Path]:
 
     def rank(path: Path) -> tuple[bool, int, str]:
         stem = path.stem.removeprefix("test_")
-        return path.stem.startswith(LOWERED), FIRST.index(stem) if stem in FIRST else len(FIRST), stem
+        return path.stem.startswith(PREFIX), FIRST.index(stem) if stem in FIRST else len(FIRST), stem
 
     return sorted(paths, key=rank)
 

@@ -13,19 +13,19 @@ HERE = Path(__file__).parent
 TEXTS = {path.name: path.read_text() for path in HERE.rglob("test_*.py")}
 
 
-def about(op: str, stem: str) -> str:
+def about(op: str, module: str) -> str:
     """The tests that name the op, and those of the file that launches it."""
     named = re.compile(rf"\b{op}\b")
-    file_names = re.compile(rf"test_{stem.split('.')[1]}(_compiles)?\.py")
+    file_names = re.compile(rf"test_{module.split('.')[-1]}(_compiles)?\.py")
     return "\n".join(text for name, text in TEXTS.items() if file_names.fullmatch(name) or named.search(text))
 
 
-@pytest.mark.parametrize(("op", "stem"), KERNELS.items())
+@pytest.mark.parametrize(("op", "module"), KERNELS.items())
 def test_a_kernel_is_interpreted_with_every_access_checked_compiled_for_every_gpu_and_run_on_one(
-    op: str, stem: str
+    op: str, module: str
 ) -> None:
-    text = about(op, stem)
+    text = about(op, module)
     assert "@interpreted" in text and "checked(" in text
     assert "TARGETS" in text or "compiled_for(target)" in text
-    family, file = stem.split(".")
+    family, file = module.split(".")[-2:]
     assert list((HERE.parent / "gpu" / family).glob(f"test_{file}*.py"))

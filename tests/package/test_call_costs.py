@@ -14,7 +14,7 @@ from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.selection import call_costs, costs
 from dsv4_compile.testing.samples import op_samples
 
-KNOWN = sorted(call_costs._SIZES)
+KNOWN = sorted(call_costs.names())
 
 
 def named(op: str, args: tuple[Any, ...]) -> dict[str, Any]:

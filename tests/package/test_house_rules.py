@@ -101,6 +101,7 @@ def test_lower_layers_import_torch_and_ourselves_alone(trees: dict[str, ast.Modu
         "warnings",
         "os",
         "importlib",
+        "pkgutil",
         "sys",
         "inspect",
         "re",

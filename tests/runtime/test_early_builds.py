@@ -53,8 +53,9 @@ class Hopper:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Hopper:
     gpu, hopper, run, number = Gpu("cuda", 90, 132), Hopper(), JITFunction.run, next(_devices)
-    for stem in {*KERNELS.values(), "linear.gemm", "indexer.select_topk"}:
-        importlib.import_module(f"dsv4_compile.kernels.{stem}")
+    package = "dsv4_compile.kernels"
+    for name in {*KERNELS.values(), f"{package}.linear.gemm", f"{package}.indexer.select_topk"}:
+        importlib.import_module(name)
     for name, module in list(sys.modules.items()):
         if name.startswith("dsv4_compile.kernels.") and hasattr(module, "gpu_of"):
             monkeypatch.setattr(module, "gpu_of", lambda device: gpu)

@@ -36,11 +36,13 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.runtime import JITFunction  # noqa: E402
 
-import tests.tools.fingerprint_calls_layer  # noqa: E402, F401  registers its calls
 from dsv4_compile.ops.common import kernels  # noqa: E402
 from tests.support.fake_triton import TARGETS, FakeDriver, code_alone, triton_driver  # noqa: E402
 from tests.tools.fingerprint_calls import calls_of  # noqa: E402
 from tests.tools.fingerprint_source import digest, source_of, specialized  # noqa: E402
+
+for _file in sorted(Path(__file__).parent.glob("fingerprint_calls*.py")):
+    importlib.import_module(f"tests.tools.{_file.stem}")  # registers its calls
 
 GPUS = {
     "sm_90": ("cuda", 90, 132),

@@ -1,1 +1,1 @@
-"""Schemas, fakes and argument checks: sparse-MLA decode and prefill, and the inverse RoPE of their output."""
+"""Sparse attention over paged caches and workspaces, and the inverse RoPE of its output."""

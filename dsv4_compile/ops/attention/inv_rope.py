@@ -11,6 +11,7 @@ from ...cpu.attention import inv_rope as cpu
 from ...errors import fail
 from ...layout import ACT_TILE, SCALES_PER_WORD, cdiv
 from ...reference.attention import inv_rope as reference
+from ...selection.costs import FLOAT32, FP8, CostModel, act_tiles, angles
 from ..common.define import define
 from ..common.validate import FLOATS, INTS, describe, expect, expect_rope_table, expect_rows
 
@@ -74,10 +75,22 @@ inv_rope = define(
     on_cpu=cpu.inv_rope,
     fake=_fake_inv_rope,
     check=_check_inv_rope,
+    kernel="dsv4_compile.kernels.attention.inv_rope",
+    lowering="dsv4_compile.lowering.attention.inv_rope",
+    cost=CostModel(
+        lambda T, H, D, rope, e=2: (T * (angles(rope) + 2 * e * H * D), 0),
+        sizes=lambda call: call.of_heads("o") | call.rope,
+    ),
 )
 inv_rope_fp8_quant = define(
     "inv_rope_fp8_quant",
     reference=reference.inv_rope_fp8_quant,
     fake=_fake_quant,
     check=_check_quant,
+    kernel="dsv4_compile.kernels.attention.inv_rope",
+    lowering="dsv4_compile.lowering.attention.inv_rope",
+    cost=CostModel(
+        lambda T, H, D, rope, e=2: (T * (angles(rope) + (e + FP8) * H * D + FLOAT32 * act_tiles(H * D)), 0),
+        sizes=lambda call: call.of_heads("o") | call.rope | call.grouped_heads,
+    ),
 )

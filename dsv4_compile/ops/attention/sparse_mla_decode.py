@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...cpu.attention import sparse_mla_decode as cpu
 from ...errors import check
+from ...layout import cdiv
 from ...reference.attention import sparse_mla_decode as reference
 from ...reference.attention.sparse_mla_decode import (
     DecodeArguments,
@@ -18,6 +19,7 @@ from ...reference.attention.sparse_mla_decode import (
     LatentDecodeArguments,
     RaggedDecodeArguments,
 )
+from ...selection.costs import FLOAT32, FP8, INT32, CallSizes, CostModel, act_tiles
 from ..common.define import define
 from ..common.validate import (
     E4M3,
@@ -163,6 +165,31 @@ def _check_ragged(call: RaggedDecodeArguments) -> None:
     _check_all_or_none(_RAGGED, rule, extra_k_cache=extra, extra_indices=indices, extra_indptr=indptr)
 
 
+def head_bytes(T: Any, H: Any, D: Any, e: Any) -> Any:
+    """Return the bytes of queries, outputs and LSE of all heads."""
+    return T * H * (2 * e * D + FLOAT32)
+
+
+def ragged_sizes(call: CallSizes) -> dict[str, int]:
+    """Return the sizes of a call with lists of slots: as many keys a token as the mean."""
+    q, keys = call.of_heads("q"), call.dims("indices")[0]
+    if call.arguments.get("extra_indices") is not None:
+        keys += call.dims("extra_indices")[0]
+    sizes = q | {"K": cdiv(keys, max(1, q["T"]))}
+    return sizes | ({"S": call.dims("kv")[0]} if "kv" in call.arguments else call.row(q["D"], "q"))
+
+
+def _attended_sizes(call: CallSizes) -> dict[str, int]:
+    q, extra = call.of_heads("q"), call.arguments.get("extra_indices")
+    keys = call.dims("indices")[-1] + (0 if extra is None else call.dims("extra_indices")[-1])
+    return q | {"K": keys} | call.row(q["D"], "q")
+
+
+def _latent_sizes(call: CallSizes) -> dict[str, int]:
+    q = call.of_heads("q")
+    return q | {"K": call.dims("indices")[-1], "N": call.arguments["value_dim"], "row": q["D"] * q["e"]}
+
+
 sparse_mla_decode = define(
     "sparse_mla_decode",
     arguments=DecodeArguments,
@@ -170,6 +197,11 @@ sparse_mla_decode = define(
     on_cpu=cpu.sparse_mla_decode,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.attention.sparse_mla_decode",
+    cost=CostModel(
+        lambda T, H, D, K, row, e=2: (T * K * (row + INT32) + head_bytes(T, H, D, e), 4 * T * H * K * D),
+        sizes=_attended_sizes,
+    ),
 )
 sparse_mla_decode_out = define(
     "sparse_mla_decode_out",
@@ -179,6 +211,11 @@ sparse_mla_decode_out = define(
     on_cpu=partial(reference.sparse_mla_decode_out, decode=cpu.sparse_mla_decode),
     fake=_fake_out,
     check=_check_out,
+    kernel="dsv4_compile.kernels.attention.sparse_mla_decode",
+    cost=CostModel(
+        lambda T, H, D, K, row, e=2: (T * K * (row + INT32) + head_bytes(T, H, D, e), 4 * T * H * K * D),
+        sizes=_attended_sizes,
+    ),
 )
 sparse_mla_decode_quant = define(
     "sparse_mla_decode_quant",
@@ -187,6 +224,14 @@ sparse_mla_decode_quant = define(
     on_cpu=partial(reference.sparse_mla_decode_quant, decode=cpu.sparse_mla_decode),
     fake=_fake_quant,
     check=_check_quant,
+    kernel="dsv4_compile.kernels.attention.sparse_mla_decode",
+    cost=CostModel(
+        lambda T, H, D, K, row, e=2: (
+            T * (K * (row + INT32) + H * D * (e + FP8) + FLOAT32 * act_tiles(H * D)),
+            4 * T * H * K * D,
+        ),
+        sizes=lambda call: _attended_sizes(call) | call.grouped_heads,
+    ),
 )
 sparse_mla_decode_latent = define(
     "sparse_mla_decode_latent",
@@ -195,6 +240,14 @@ sparse_mla_decode_latent = define(
     on_cpu=partial(reference.sparse_mla_decode_latent, decode=cpu.sparse_mla_decode),
     fake=_fake_latent,
     check=_check_latent,
+    kernel="dsv4_compile.kernels.attention.sparse_mla_decode",
+    cost=CostModel(
+        lambda T, H, D, N, K, row, e=2: (
+            T * (K * (row + INT32) + H * (e * (D + N) + FLOAT32)),
+            2 * T * H * K * (D + N),
+        ),
+        sizes=_latent_sizes,
+    ),
 )
 sparse_mla_decode_ragged = define(
     "sparse_mla_decode_ragged",
@@ -203,4 +256,9 @@ sparse_mla_decode_ragged = define(
     on_cpu=partial(reference.sparse_mla_decode_ragged, decode=cpu.sparse_mla_decode),
     fake=_fake,
     check=_check_ragged,
+    kernel="dsv4_compile.kernels.attention.sparse_mla_decode",
+    cost=CostModel(
+        lambda T, H, D, K, row, e=2: (T * K * (row + INT32) + head_bytes(T, H, D, e), 4 * T * H * K * D),
+        sizes=ragged_sizes,
+    ),
 )

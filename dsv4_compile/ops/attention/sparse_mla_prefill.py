@@ -8,8 +8,10 @@ from torch import Tensor
 from ...errors import check
 from ...reference.attention import sparse_mla_prefill as reference
 from ...reference.attention.sparse_mla_prefill import PrefillArguments, RaggedPrefillArguments
+from ...selection.costs import FLOAT32, INT32, CostModel
 from ..common.define import define
 from ..common.validate import FLOATS, INTS, expect, expect_dim, expect_rows
+from .sparse_mla_decode import head_bytes, ragged_sizes
 
 
 def _check_operands(op: str, call: PrefillArguments | RaggedPrefillArguments) -> None:
@@ -51,6 +53,14 @@ sparse_mla_prefill = define(
     reference=reference.sparse_mla_prefill,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.attention.sparse_mla_prefill",
+    cost=CostModel(
+        lambda T, H, D, K, S, e=2: (
+            e * S * D + T * (INT32 * K + FLOAT32 * H) + head_bytes(T, H, D, e),
+            4 * T * H * K * D,
+        ),
+        sizes=lambda call: call.of_heads("q") | {"K": call.dims("indices")[-1], "S": call.dims("kv")[0]},
+    ),
 )
 
 sparse_mla_prefill_ragged = define(
@@ -59,4 +69,12 @@ sparse_mla_prefill_ragged = define(
     reference=reference.sparse_mla_prefill_ragged,
     fake=_fake,
     check=_check_ragged,
+    kernel="dsv4_compile.kernels.attention.sparse_mla_prefill",
+    cost=CostModel(
+        lambda T, H, D, K, S, e=2: (
+            e * S * D + T * (INT32 * K + FLOAT32 * H) + head_bytes(T, H, D, e),
+            4 * T * H * K * D,
+        ),
+        sizes=ragged_sizes,
+    ),
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..._compat import OpOverload, below_autograd
 from ...errors import fail
+from ...selection.costs import MODELS, CostModel
 from .arguments import ARGUMENTS, packed
 from .kernels import KERNELS, dispatcher
 from .schema import infer_schema
@@ -20,6 +21,21 @@ REFERENCES: dict[str, Callable[..., Any]] = {}
 """The checked reference of every op by name, for lowerings and tools that trace it."""
 EAGER: dict[str, Callable[..., Any]] = {}
 """Implementation of every op by name where it has no kernel: its reference, or on a CPU its form for CPUs."""
+
+
+class Traced(NamedTuple):
+    """Lower an op to the IR that tracing its reference gives.
+
+    `static` names tensors whose dims after the first must be static. `yields` says why `auto` leaves a call to the
+    op's kernel where both are proven; "" lets measurements decide.
+    """
+
+    static: Collection[str] = ()
+    yields: str = ""
+
+
+LOWERED: dict[str, str | Traced] = {}
+"""Lowering of every op that has one: the module of lowering/ that builds its IR, or how its reference is traced."""
 
 
 class OnCpu:
@@ -96,11 +112,15 @@ def define(
     check: Callable[..., None] | None = None,
     arguments: type[Any] | None = None,
     on_cpu: Callable[..., Any] | None = None,
+    kernel: str | None = None,
+    lowering: str | Traced | None = None,
+    cost: CostModel | None = None,
     mutates: Collection[str] = (),
 ) -> OpOverload:
     """Define `torch.ops.dsv4.<name>` with the signature of its reference and return its overload.
 
-    The reference serves every device; on GPUs that `proven` lists, a kernel of `kernels.KERNELS` runs instead.
+    This is the only registration of an op. The reference serves every device; on GPUs where it is proven, its kernel
+    runs instead.
 
     Args:
         fake: returns exact shapes, dtypes and strides.
@@ -108,6 +128,9 @@ def define(
         arguments: a NamedTuple with the op's arguments and defaults. Given, reference, fake, check, launcher and
             `why_unsupported_<name>` take one value of it; without it they take the arguments themselves.
         on_cpu: a form of the reference for CPUs, of `cpu/`, which may branch on values. It runs there in its place.
+        kernel: full name of the module with the op's launcher, for CUDA and ROCm devices.
+        lowering: full name of the module that builds the op's Inductor IR, or `Traced`.
+        cost: bytes and flops of a call.
         mutates: names of the tensors that the op writes.
 
     Inputs that require grad, with gradients enabled, raise E206: there is no backward.
@@ -124,7 +147,12 @@ def define(
     REFERENCES[name] = checked(check, reference)
     EAGER[name] = REFERENCES[name] if on_cpu is None else checked(check, _by_device(on_cpu, reference))
     LIBRARY.impl(name, EAGER[name], "CompositeExplicitAutograd")
-    if name in KERNELS:
+    if lowering is not None:
+        LOWERED[name] = lowering
+    if cost is not None:
+        MODELS[name] = cost
+    if kernel is not None:
+        KERNELS[name] = kernel
         LIBRARY.impl(name, dispatcher(name, reference, check), "CUDA")
     torch.library.register_fake(f"dsv4::{name}", checked(check, fake), lib=LIBRARY)
     op = getattr(torch.ops.dsv4, name).default

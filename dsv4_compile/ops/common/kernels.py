@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,50 +22,8 @@ from ...selection import decisions
 from ...selection.proven import is_proven
 from .arguments import packed
 
-KERNELS: Mapping[str, str] = {
-    "advance": "metadata.advance",
-    "batch_metadata": "metadata.batch_metadata",
-    "combine_topk_swa": "metadata.combine_topk_swa",
-    "combine_topk_swa_ragged": "metadata.combine_topk_swa",
-    "compress_norm_rope_insert": "preprocess.compress_norm_rope_insert",
-    "copy_ragged_to_graph_buffers": "metadata.copy_ragged_to_graph_buffers",
-    "cp_gather_indexer_k": "indexer.cp_gather_indexer_k",
-    "dequantize_and_gather_k_cache": "preprocess.dequantize_and_gather_k_cache",
-    "fp8_grouped_einsum": "linear.fp8_grouped_einsum",
-    "fp8_grouped_einsum_quant": "linear.fp8_grouped_einsum",
-    "fp8_linear": "linear.fp8_linear",
-    "fused_q_kv_rmsnorm": "preprocess.fused_q_kv_rmsnorm",
-    "global_topk": "metadata.global_topk",
-    "global_topk_ragged": "metadata.global_topk",
-    "grouped_linear": "linear.grouped_linear",
-    "indexer_logits": "indexer.indexer_logits",
-    "indexer_logits_topk": "indexer.indexer_logits",
-    "indexer_logits_topk_ragged": "indexer.indexer_logits",
-    "indexer_q_rope_quant": "indexer.indexer_q_rope_quant",
-    "indexer_topk_slots": "indexer.indexer_topk_slots",
-    "inv_rope": "attention.inv_rope",
-    "inv_rope_fp8_quant": "attention.inv_rope",
-    "kv_rope_insert": "preprocess.kv_rope_insert",
-    "mhc_boundary": "hyper_connections.mhc_boundary",
-    "mhc_head": "hyper_connections.mhc_head",
-    "mhc_pre": "hyper_connections.mhc_pre",
-    "moe_experts": "moe.moe_experts",
-    "moe_route": "moe.moe_route",
-    "preprocess_insert": "preprocess.preprocess_insert",
-    "preprocess_insert_quant": "preprocess.preprocess_insert",
-    "q_norm_rope": "preprocess.q_norm_rope",
-    "q_norm_rope_kv_insert": "preprocess.q_norm_rope",
-    "ragged_from_dense": "metadata.ragged_from_dense",
-    "save_partial_states": "preprocess.save_partial_states",
-    "sparse_mla_decode": "attention.sparse_mla_decode",
-    "sparse_mla_decode_latent": "attention.sparse_mla_decode",
-    "sparse_mla_decode_out": "attention.sparse_mla_decode",
-    "sparse_mla_decode_quant": "attention.sparse_mla_decode",
-    "sparse_mla_decode_ragged": "attention.sparse_mla_decode",
-    "sparse_mla_prefill": "attention.sparse_mla_prefill",
-    "sparse_mla_prefill_ragged": "attention.sparse_mla_prefill",
-}
-"""Module in kernels/ with the launcher of an op, for CUDA and ROCm devices."""
+KERNELS: dict[str, str] = {}
+"""Module of the launcher of every op that has a kernel, by the full name that the op's `define` gives."""
 _warned: set[tuple[str, str]] = set()
 """Ops with the reason why a call ran the reference."""
 
@@ -154,7 +112,7 @@ def _report(op: str, reason: str) -> None:
 def kernel_module(op: str) -> Any:
     """Return the module of the kernel of `op`. Imports Triton; E101 if there is none."""
     try:
-        return importlib.import_module(f"dsv4_compile.kernels.{KERNELS[op]}")
+        return importlib.import_module(KERNELS[op])
     except ImportError as missing:
         fail(
             "E101",

@@ -1,1 +1,1 @@
-"""Schemas, fakes and argument checks of speculative decoding: acceptance of drafts and the Markov head."""
+"""Speculative decoding: acceptance of drafts, and the Markov head that chooses them."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...cpu.drafts import accept_drafts as cpu
 from ...reference.drafts import accept_drafts as reference
+from ...selection.costs import FLOAT32, INT32, INT64, CostModel
 from ..common.define import define
 from ..common.validate import FLOATS, expect, expect_dim
 from ..common.validate_batch import expect_positive
@@ -53,4 +54,8 @@ accept_drafts = define(
     on_cpu=cpu.accept_drafts,
     fake=_fake,
     check=_check,
+    # N is the vocabulary, K the drafts of a request.
+    cost=CostModel(
+        lambda R, N, K, e=2: (R * (N * (e * (K + 1) + FLOAT32 * K) + INT64 * (2 * K + 7) + INT32), 0),
+    ),
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...cpu.drafts import markov_drafts as cpu
 from ...reference.drafts import markov_drafts as reference
+from ...selection.costs import FLOAT32, INT64, CostModel
 from ..common.define import define
 from ..common.validate import FLOATS, expect, expect_dim
 from ..common.validate_batch import expect_positive
@@ -57,4 +58,11 @@ markov_drafts = define(
     on_cpu=cpu.markov_drafts,
     fake=_fake,
     check=_check,
+    # N is the vocabulary, K the drafts of a request, D the rank; every draft reads its `w2` once for all requests.
+    cost=CostModel(
+        lambda R, D, N, K, e=2: (
+            R * K * (N * (e + FLOAT32) + e * D + INT64) + e * K * N * D + R * 7 * INT64,
+            2 * R * K * N * D,
+        ),
+    ),
 )

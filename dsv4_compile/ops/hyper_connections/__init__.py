@@ -1,1 +1,1 @@
-"""Ops of hyper-connections: several residual streams, mixed by coefficients that depend on the token."""
+"""Residual streams: their coefficients, their mix for a sub-layer, and its return."""

@@ -7,9 +7,10 @@ from torch import Tensor
 from ...cpu.hyper_connections import mhc_boundary as cpu
 from ...reference.hyper_connections import mhc_boundary as reference
 from ...reference.hyper_connections.mhc_boundary import MhcBoundary
-from ..common.define import define
+from ...selection.costs import CallSizes, CostModel
+from ..common.define import Traced, define
 from .mhc_post import check_post
-from .mhc_pre import check_pre, fake_pre
+from .mhc_pre import FEW_LAUNCHES, check_pre, coefficients, fake_pre, mix
 
 
 def _check(a: MhcBoundary) -> None:
@@ -28,4 +29,10 @@ mhc_boundary = define(
     fake=_fake,
     check=_check,
     arguments=MhcBoundary,
+    kernel="dsv4_compile.kernels.hyper_connections.mhc_boundary",
+    lowering=Traced(static=("streams",), yields=FEW_LAUNCHES),
+    cost=CostModel(
+        lambda T, D, G, e=2: (T * (e * (2 * G + 2) * D + 2 * coefficients(G)) + mix(G, D), 2 * T * (G + 2) * G * G * D),
+        sizes=CallSizes.of_streams,
+    ),
 )

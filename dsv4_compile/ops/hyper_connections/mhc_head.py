@@ -8,9 +8,10 @@ from ...cpu.hyper_connections import mhc_head as on_cpu
 from ...errors import check
 from ...reference.hyper_connections import mhc_head as reference
 from ...reference.hyper_connections.mhc_head import MhcHead
-from ..common.define import define
+from ...selection.costs import FLOAT32, CallSizes, CostModel
+from ..common.define import Traced, define
 from .mhc_post import check_post
-from .mhc_pre import check_mix
+from .mhc_pre import FEW_LAUNCHES, check_mix
 
 
 def _check(a: MhcHead) -> None:
@@ -39,4 +40,10 @@ mhc_head = define(
     check=_check,
     arguments=MhcHead,
     on_cpu=on_cpu.mhc_head,
+    kernel="dsv4_compile.kernels.hyper_connections.mhc_head",
+    lowering=Traced(static=("streams",), yields=FEW_LAUNCHES),
+    cost=CostModel(
+        lambda T, D, G, e=2: (T * e * (G + 1) * D + FLOAT32 * (G * G * D + G + 1 + D), 2 * T * G * G * D),
+        sizes=CallSizes.of_streams,
+    ),
 )

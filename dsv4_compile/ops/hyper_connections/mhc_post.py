@@ -7,8 +7,10 @@ from torch import Tensor
 
 from ...cpu.hyper_connections import mhc_post as cpu
 from ...reference.hyper_connections import mhc_post as reference
-from ..common.define import define
+from ...selection.costs import CallSizes, CostModel
+from ..common.define import Traced, define
 from ..common.validate import FLOATS, expect, expect_dim
+from .mhc_pre import coefficients
 
 
 def check_post(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor, op: str = "mhc_post") -> None:
@@ -35,4 +37,9 @@ mhc_post = define(
     on_cpu=cpu.mhc_post,
     fake=_fake,
     check=check_post,
+    lowering=Traced(static=("streams",)),
+    cost=CostModel(
+        lambda T, D, G, e=2: (T * (e * (2 * G + 1) * D + coefficients(G)), 0),
+        sizes=CallSizes.of_streams,
+    ),
 )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...cpu.hyper_connections import mhc_pre as cpu
 from ...errors import check
 from ...reference.hyper_connections import mhc_pre as reference
-from ..common.define import define
+from ...selection.costs import FLOAT32, CallSizes, CostModel
+from ..common.define import Traced, define
 from ..common.validate import FLOATS, expect, expect_dim
+
+FEW_LAUNCHES = "the kernel computes all coefficients in one launch or two"
 
 
 def check_mix(
@@ -69,10 +74,26 @@ def _fake(
     return fake_pre(streams)
 
 
+def coefficients(G: Any) -> Any:
+    """Return the bytes of the coefficients of a token with `G` streams."""
+    return FLOAT32 * (G + G * G)
+
+
+def mix(G: Any, D: Any) -> Any:
+    """Return the bytes of the float32 weights that mix `G` streams of `D` channels."""
+    return FLOAT32 * ((G + 2) * G * (G * D + 1) + 3 + D)
+
+
 mhc_pre = define(
     "mhc_pre",
     reference=reference.mhc_pre,
     on_cpu=cpu.mhc_pre,
     fake=_fake,
     check=check_pre,
+    kernel="dsv4_compile.kernels.hyper_connections.mhc_pre",
+    lowering=Traced(static=("streams",), yields=FEW_LAUNCHES),
+    cost=CostModel(
+        lambda T, D, G, e=2: (T * (e * (G + 1) * D + coefficients(G)) + mix(G, D), 2 * T * (G + 2) * G * G * D),
+        sizes=CallSizes.of_streams,
+    ),
 )

@@ -1,1 +1,1 @@
-"""Schemas, fakes and argument checks: the indexer: queries, scores and top-k."""
+"""Queries, scores and top-k of the indexer."""

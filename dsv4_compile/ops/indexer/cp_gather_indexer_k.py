@@ -8,6 +8,7 @@ from torch import Tensor
 from ...errors import fail
 from ...layout import INDEXER_HEAD_DIM, PAGE_LAYOUTS
 from ...reference.indexer import cp_gather_indexer_k as reference
+from ...selection.costs import CostModel
 from ..common.define import define
 from ..common.validate import INTS, describe, expect, expect_gathered_keys, expect_indexer_cache
 
@@ -51,4 +52,8 @@ cp_gather_indexer_k = define(
     reference=reference.cp_gather_indexer_k,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.indexer.cp_gather_indexer_k",
+    cost=CostModel(
+        lambda S, row: (2 * S * row, 0),
+    ),
 )

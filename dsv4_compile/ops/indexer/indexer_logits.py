@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from ...errors import fail
 from ...layout import INDEXER_HEAD_DIM, MX_TILE, PAGE_LAYOUTS
 from ...reference.indexer import indexer_logits as reference
 from ...reference.indexer.indexer_logits import LogitsArguments, PagedArguments, RaggedTopkArguments, TopkArguments
+from ...selection.costs import FLOAT32, INT32, CallSizes, CostModel
 from ..common.define import define
 from ..common.validate import (
     E4M3,
@@ -23,6 +26,7 @@ from ..common.validate import (
     expect_rows,
 )
 from ..common.validate_batch import expect_positive
+from .indexer_q_rope_quant import query_costs
 
 _LOGITS, _TOPK, _RAGGED = "indexer_logits", "indexer_logits_topk", "indexer_logits_topk_ragged"
 
@@ -88,12 +92,46 @@ def _fake_topk(call: TopkArguments | RaggedTopkArguments) -> Tensor:
     return call.q.new_empty(call.q.shape[0], call.topk, dtype=torch.int32)
 
 
+def query_bytes(H: Any, D: Any) -> Any:
+    """Return the bytes of a token's e4m3 queries, their weights, and its request and length."""
+    return H * (D + FLOAT32) + 2 * INT32
+
+
+def scored_sizes(call: CallSizes) -> dict[str, int]:
+    """Return the sizes of a call that scores all entries of its block table."""
+    q = _query_sizes(call)
+    requests, pages = call.dims("block_table")
+    entries = pages * call.arguments["block_size"]
+    sizes = q | {"L": entries, "C": min(q["T"], requests) * entries, "K": call.arguments.get("topk", 0)}
+    return sizes | call.row(q["D"], "q")
+
+
+def _gathered_sizes(call: CallSizes) -> dict[str, int]:
+    """Return the sizes of a call with gathered keys, which every token may score."""
+    q, keys = _query_sizes(call), call.dims("k")[0]
+    return q | {"L": keys, "C": keys, "K": call.arguments["topk"]} | call.row(q["D"], "q")
+
+
+def _query_sizes(call: CallSizes) -> dict[str, int]:
+    q = call.of_heads("q")
+    if call.arguments["cache_format"] == "indexer_mxfp4":
+        q["D"] *= 2  # two codes a byte
+    return q
+
+
 indexer_logits = define(
     "indexer_logits",
     arguments=LogitsArguments,
     reference=reference.indexer_logits,
     fake=_fake_logits,
     check=_check_logits,
+    kernel="dsv4_compile.kernels.indexer.indexer_logits",
+    cost=CostModel(
+        lambda T, H, D, L, C, row: (C * row + T * (query_bytes(H, D) + FLOAT32 * L), 2 * T * H * D * L),
+        sizes=scored_sizes,
+        added=query_costs,
+        operands="e4m3",
+    ),
 )
 indexer_logits_topk = define(
     "indexer_logits_topk",
@@ -102,6 +140,13 @@ indexer_logits_topk = define(
     on_cpu=cpu.indexer_logits_topk,
     fake=_fake_topk,
     check=check_topk,
+    kernel="dsv4_compile.kernels.indexer.indexer_logits",
+    cost=CostModel(
+        lambda T, H, D, K, L, C, row: (C * row + T * (query_bytes(H, D) + INT32 * K), 2 * T * H * D * L),
+        sizes=scored_sizes,
+        added=query_costs,
+        operands="e4m3",
+    ),
 )
 indexer_logits_topk_ragged = define(
     "indexer_logits_topk_ragged",
@@ -109,4 +154,11 @@ indexer_logits_topk_ragged = define(
     reference=reference.indexer_logits_topk_ragged,
     fake=_fake_topk,
     check=_check_ragged,
+    kernel="dsv4_compile.kernels.indexer.indexer_logits",
+    cost=CostModel(
+        lambda T, H, D, K, L, C, row: (C * row + T * (query_bytes(H, D) + INT32 * K), 2 * T * H * D * L),
+        sizes=_gathered_sizes,
+        added=query_costs,
+        operands="e4m3",
+    ),
 )

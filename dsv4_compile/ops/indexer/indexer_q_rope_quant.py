@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ...cpu.indexer import indexer_q_rope_quant as cpu
-from ...layout import MX_TILE
+from ...layout import INDEXER_HEAD_DIM, MX_TILE
 from ...reference.indexer import indexer_q_rope_quant as reference
+from ...selection.costs import FLOAT32, FP8, CallSizes, Cost, CostModel, angles, row_bytes
 from ..common.define import define
 from ..common.validate import (
     E4M3,
@@ -63,10 +64,26 @@ def _fake(
     return values, q.new_empty(tokens, heads, 0, dtype=torch.float32), folded
 
 
+def query_costs(call: CallSizes) -> list[Cost]:
+    """Return the bytes that an indexer's queries add to those of e4m3; negative for MXFP4, scales included."""
+    (tokens, heads, dim), cache_format = call.dims("q"), call.arguments["cache_format"]
+    more = dim * (call.size("q") - FP8) if cache_format == "plain" else 0
+    if cache_format == "indexer_mxfp4":
+        more = row_bytes(cache_format) - INDEXER_HEAD_DIM
+    return [Cost(tokens * heads * more, 0)]
+
+
 indexer_q_rope_quant = define(
     "indexer_q_rope_quant",
     reference=reference.indexer_q_rope_quant,
     on_cpu=cpu.indexer_q_rope_quant,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.indexer.indexer_q_rope_quant",
+    lowering="dsv4_compile.lowering.indexer.indexer_q_rope_quant",
+    cost=CostModel(
+        lambda T, H, D, rope, e=2: (T * (H * ((e + FP8) * D + e + FLOAT32) + angles(rope)), 0),
+        sizes=lambda call: call.of_heads("q") | call.rope,
+        added=query_costs,
+    ),
 )

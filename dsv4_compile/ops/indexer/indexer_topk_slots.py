@@ -10,10 +10,12 @@ from torch import Tensor
 from ...cpu.indexer.indexer_logits import indexer_logits_topk
 from ...reference.indexer.indexer_topk_slots import TopkSlotsArguments
 from ...reference.indexer.indexer_topk_slots import indexer_topk_slots as reference
+from ...selection.costs import INT32, CostModel
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_rows
 from ..common.validate_batch import expect_positive
-from .indexer_logits import check_topk
+from .indexer_logits import check_topk, query_bytes, scored_sizes
+from .indexer_q_rope_quant import query_costs
 
 _OP = "indexer_topk_slots"
 
@@ -38,4 +40,11 @@ indexer_topk_slots = define(
     on_cpu=partial(reference, select=indexer_logits_topk),
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.indexer.indexer_topk_slots",
+    cost=CostModel(
+        lambda T, H, D, K, L, C, row: (C * row + T * (query_bytes(H, D) + INT32 * (K + 1)), 2 * T * H * D * L),
+        sizes=scored_sizes,
+        added=query_costs,
+        operands="e4m3",
+    ),
 )

@@ -1,1 +1,1 @@
-"""Schemas, fakes and argument checks: GEMMs with e4m3 block-scaled weights and grouped projections."""
+"""Block-scaled and grouped GEMMs."""

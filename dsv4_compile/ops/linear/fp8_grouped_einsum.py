@@ -12,6 +12,7 @@ from ...errors import fail
 from ...layout import ACT_TILE, SCALES_PER_WORD, cdiv
 from ...reference.common.block_scale import new_rows
 from ...reference.linear import fp8_grouped_einsum as reference
+from ...selection.costs import FLOAT32, FP8, CostModel, act_tiles, weight_tiles
 from ..common.define import define
 from ..common.validate import E4M3, describe, expect, expect_dim, expect_weight_scale
 
@@ -44,6 +45,15 @@ fp8_grouped_einsum = define(
     reference=reference.fp8_grouped_einsum,
     fake=_fake,
     check=check_operands,
+    kernel="dsv4_compile.kernels.linear.fp8_grouped_einsum",
+    cost=CostModel(
+        lambda T, G, N, K, s=1: (
+            T * G * (K + FLOAT32 * act_tiles(K) + 2 * N) + G * N * K + s * weight_tiles(G * N, K),
+            2 * T * G * N * K,
+        ),
+        sizes=lambda call: call.of_product("a", "b", "b_scale"),
+        operands="e4m3",
+    ),
 )
 
 
@@ -64,4 +74,15 @@ fp8_grouped_einsum_quant = define(
     reference=reference.fp8_grouped_einsum_quant,
     fake=_fake_quant,
     check=_check_quant,
+    kernel="dsv4_compile.kernels.linear.fp8_grouped_einsum",
+    cost=CostModel(
+        lambda T, G, N, K, s=1: (
+            T * G * (K + FLOAT32 * act_tiles(K) + N * FP8 + FLOAT32 * act_tiles(N))
+            + G * N * K
+            + s * weight_tiles(G * N, K),
+            2 * T * G * N * K,
+        ),
+        sizes=lambda call: call.of_product("a", "b", "b_scale"),
+        operands="e4m3",
+    ),
 )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ...errors import fail
 from ...reference.linear import fp8_linear as reference
+from ...selection import costs
+from ...selection.costs import CallSizes, Cost, CostModel, weight_tiles
 from ..common.define import define
 from ..common.validate import E4M3, FLOATS, describe, expect, expect_dim, expect_weight_scale
 
@@ -33,9 +37,25 @@ def _fake(
     return x.new_empty((*x.shape[:-1], weight.shape[0] + beside.shape[0]), dtype=torch.float32)
 
 
+def _cost_beside(call: CallSizes) -> list[Cost]:
+    """Return the cost of a second GEMM, with a weight that is not quantised."""
+    if call.arguments.get("beside") is None:
+        return []
+    (rows, k), x, outputs = call.dims("beside"), call.dims("x"), call.dims("weight")[0]
+    return [costs.beside(math.prod(x) // k, k, outputs, rows, call.size("x"))]
+
+
 fp8_linear = define(
     "fp8_linear",
     reference=reference.fp8_linear,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.linear.fp8_linear",
+    lowering="dsv4_compile.lowering.linear.fp8_linear",
+    cost=CostModel(
+        lambda T, N, K, e=2, s=1: (e * T * (K + N) + N * K + s * weight_tiles(N, K), 2 * T * N * K),
+        sizes=lambda call: call.of_product("x", "weight", "weight_scale"),
+        added=_cost_beside,
+        operands="e4m3",
+    ),
 )

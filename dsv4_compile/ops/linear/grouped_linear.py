@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ...cpu.linear import grouped_linear as on_cpu
 from ...errors import fail
 from ...reference.linear import grouped_linear as reference
+from ...selection.costs import FLOAT32, CallSizes, Cost, CostModel
 from ..common.define import define
 from ..common.validate import FLOATS, describe, expect, expect_dim
 
@@ -30,10 +33,25 @@ def _fake(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> Tens
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if float32 else x.dtype)
 
 
+def _cost_of_float32(call: CallSizes) -> list[Cost]:
+    """Return the bytes that a float32 result adds to one in the dtype of x."""
+    if not call.arguments.get("float32", False):
+        return []
+    rows, k = call.dims("weight")
+    tokens = math.prod(call.dims("x")) // (k * call.arguments["groups"])
+    return [Cost(tokens * rows * (FLOAT32 - call.size("x")), 0)]
+
+
 grouped_linear = define(
     "grouped_linear",
     reference=reference.grouped_linear,
     fake=_fake,
     check=_check,
     on_cpu=on_cpu.grouped_linear,
+    kernel="dsv4_compile.kernels.linear.grouped_linear",
+    cost=CostModel(
+        lambda T, G, N, K, e=2: (e * G * (T * (K + N) + N * K), 2 * T * G * N * K),
+        sizes=lambda call: call.of_product("x", "weight"),
+        added=_cost_of_float32,
+    ),
 )

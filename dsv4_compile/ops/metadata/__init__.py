@@ -1,1 +1,1 @@
-"""Schemas, fakes and argument checks: batch metadata and index maps."""
+"""Slots, index rows and lengths of a batch."""

@@ -7,6 +7,7 @@ import torch
 from ...errors import fail
 from ...reference.metadata import advance as reference
 from ...reference.metadata.advance import AdvanceArguments
+from ...selection.costs import INT32, INT64, CostModel
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_dim
 from ..common.validate_batch import expect_batch, expect_capacity, expect_positive
@@ -59,4 +60,9 @@ advance = define(
     fake=_fake,
     check=_check,
     arguments=AdvanceArguments,
+    kernel="dsv4_compile.kernels.metadata.advance",
+    cost=CostModel(
+        lambda R: (R * (6 * INT32 + 2 * INT64), 0),
+        sizes=lambda call: {"R": call.dims("num_new")[0]},
+    ),
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...errors import fail
 from ...reference.metadata import batch_metadata as reference
 from ...reference.metadata.batch_metadata import BatchMetadataArguments
+from ...selection.costs import INT32, INT64, CostModel
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_dim
 from ..common.validate_batch import expect_batch, expect_positive
@@ -99,4 +100,8 @@ batch_metadata = define(
     fake=_fake,
     check=_check,
     arguments=BatchMetadataArguments,
+    kernel="dsv4_compile.kernels.metadata.batch_metadata",
+    cost=CostModel(
+        lambda T, K, W: (T * (8 * INT64 + 5 * INT32 + 1 + INT32 * (W + K)), 0),
+    ),
 )

@@ -6,6 +6,7 @@ import torch
 
 from ...reference.metadata import c128a_topk_metadata as reference
 from ...reference.metadata.c128a_topk_metadata import C128aTopkArguments
+from ...selection.costs import INT32, INT64, CostModel
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_rows
 from ..common.validate_batch import expect_capacity, expect_positive, expect_range
@@ -41,4 +42,7 @@ c128a_topk_metadata = define(
     fake=_fake,
     check=_check,
     arguments=C128aTopkArguments,
+    cost=CostModel(
+        lambda T, K: (T * (3 * INT64 + INT32 * (K + 1)), 0),
+    ),
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layout import INDEX_ALIGN, align_up
+from ...layout import INDEX_ALIGN, align_up, cdiv
 from ...reference.metadata import combine_topk_swa as reference
 from ...reference.metadata.combine_topk_swa import CombineTopkArguments
+from ...selection.costs import INT32, CostModel
 from ..common.define import define
 from ..common.validate import INTS, expect
 from ..common.validate_batch import expect_batch, expect_positive, expect_range
@@ -45,6 +46,11 @@ combine_topk_swa = define(
     fake=_fake,
     check=_check,
     arguments=CombineTopkArguments,
+    kernel="dsv4_compile.kernels.metadata.combine_topk_swa",
+    cost=CostModel(
+        lambda T, K, W: (T * INT32 * (K + INDEX_ALIGN * cdiv(K + W, INDEX_ALIGN) + 1), 0),
+        sizes=lambda call: call.of_indices("topk_indices"),
+    ),
 )
 
 combine_topk_swa_ragged = define(
@@ -53,4 +59,9 @@ combine_topk_swa_ragged = define(
     fake=_fake_ragged,
     check=_check,
     arguments=CombineTopkArguments,
+    kernel="dsv4_compile.kernels.metadata.combine_topk_swa",
+    cost=CostModel(
+        lambda T, K, W: (T * (INT32 * (2 * K + W) + 2 * INT32), 0),
+        sizes=lambda call: call.of_indices("topk_indices"),
+    ),
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference.metadata import compressed_slot_mapping as reference
+from ...selection.costs import INT64, CostModel
 from ..common.define import define
 from ..common.validate import INTS, expect
 from ..common.validate_batch import expect_batch, expect_capacity, expect_positive
@@ -47,4 +48,9 @@ compressed_slot_mapping = define(
     reference=reference.compressed_slot_mapping,
     fake=_fake,
     check=_check,
+    lowering="dsv4_compile.lowering.metadata.compressed_slot_mapping",
+    cost=CostModel(
+        lambda T: (2 * T * INT64, 0),
+        sizes=lambda call: {"T": call.dims("slot_mapping")[0]},
+    ),
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference.metadata import convert_req_index as reference
+from ...selection.costs import INT32, CostModel
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_rows
 from ..common.validate_batch import expect_positive
@@ -35,4 +36,8 @@ convert_req_index = define(
     reference=reference.convert_req_index,
     fake=_fake,
     check=_check,
+    cost=CostModel(
+        lambda T, K: (T * (2 * INT32 * K + 2 * INT32), 0),
+        sizes=lambda call: call.of_indices("token_indices"),
+    ),
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...errors import fail
 from ...reference.metadata import copy_ragged_to_graph_buffers as reference
+from ...selection.costs import INT32, CostModel
 from ..common.define import define
 from ..common.validate import INTS, expect
 from ..common.validate_batch import expect_capacity
@@ -34,4 +35,8 @@ copy_ragged_to_graph_buffers = define(
     reference=reference.copy_ragged_to_graph_buffers,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.metadata.copy_ragged_to_graph_buffers",
+    cost=CostModel(
+        lambda T, K: (T * (2 * INT32 * K + 2 * INT32), 0),
+    ),
 )

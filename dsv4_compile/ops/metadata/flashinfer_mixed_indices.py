@@ -9,6 +9,7 @@ from ...errors import check, fail
 from ...layout import FLASHINFER_INDEX_ALIGN, align_up
 from ...reference.metadata import flashinfer_mixed_indices as reference
 from ...reference.metadata.flashinfer_mixed_indices import MixedIndicesArguments
+from ...selection.costs import INT32, CostModel
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_dim, expect_rows
 from ..common.validate_batch import expect_batch, expect_positive, expect_range
@@ -84,4 +85,7 @@ flashinfer_mixed_indices = define(
     fake=_fake,
     check=_check,
     arguments=MixedIndicesArguments,
+    cost=CostModel(
+        lambda T, K, W: (T * (INT32 * 2 * (K + W) + INT32), 0),
+    ),
 )

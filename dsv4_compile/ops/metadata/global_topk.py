@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...cpu.metadata import global_topk as cpu
 from ...reference.metadata import global_topk as reference
+from ...selection.costs import INT32, CostModel
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_rows
 from ..common.validate_batch import expect_index_rows, expect_positive
@@ -50,6 +51,12 @@ global_topk = define(
     on_cpu=cpu.global_topk,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.metadata.global_topk",
+    lowering="dsv4_compile.lowering.metadata.global_topk",
+    cost=CostModel(
+        lambda T, K: (T * (2 * INT32 * K + INT32), 0),
+        sizes=lambda call: call.of_indices("topk_indices"),
+    ),
 )
 
 global_topk_ragged = define(
@@ -57,4 +64,9 @@ global_topk_ragged = define(
     reference=reference.global_topk_ragged,
     fake=_fake_ragged,
     check=_check,
+    kernel="dsv4_compile.kernels.metadata.global_topk",
+    cost=CostModel(
+        lambda T, K: (T * (2 * INT32 * K + 2 * INT32), 0),
+        sizes=lambda call: call.of_indices("topk_indices"),
+    ),
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference.metadata import prefill_gather_lens as reference
+from ...selection.costs import INT32, CostModel
 from ..common.define import define
 from ..common.validate_batch import expect_batch, expect_positive, expect_range
 
@@ -26,4 +27,8 @@ prefill_gather_lens = define(
     reference=reference.prefill_gather_lens,
     fake=_fake,
     check=_check,
+    cost=CostModel(
+        lambda R: (3 * R * INT32, 0),
+        sizes=lambda call: {"R": call.dims("seq_lens")[0]},
+    ),
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference.metadata import ragged_from_dense as reference
+from ...selection.costs import INT32, CostModel
 from ..common.define import define
 from ..common.validate import INTS, expect, expect_rows
 from ..common.validate_batch import expect_index_rows
@@ -32,4 +33,9 @@ ragged_from_dense = define(
     reference=reference.ragged_from_dense,
     fake=fake_ragged,
     check=_check,
+    kernel="dsv4_compile.kernels.metadata.ragged_from_dense",
+    cost=CostModel(
+        lambda T, K: (T * (2 * INT32 * K + 2 * INT32), 0),
+        sizes=lambda call: call.of_indices("indices"),
+    ),
 )

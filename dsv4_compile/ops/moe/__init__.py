@@ -1,1 +1,1 @@
-"""Schemas, fakes and argument checks of the mixture of experts: the router and the experts."""
+"""The router and the experts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from ...reference.moe.expert_weights import (
     weight_format,
 )
 from ...reference.moe.moe_experts import ExpertsArguments
+from ...selection.costs import FLOAT32, INT32, CallSizes, Cost, CostModel, smaller
 from ..common.define import define
 from ..common.validate import E4M3, FLOATS, INTS, describe, expect, expect_dim
 
@@ -83,6 +86,22 @@ def _fake(call: ExpertsArguments) -> Tensor:
     return call.x.new_empty(call.x.shape)
 
 
+def _sizes(call: CallSizes) -> dict[str, int]:
+    (experts, rows, _), (_, top_k) = call.dims("w13"), call.dims("ids")
+    row_bytes = call.bytes_of("w13", "w2", "w13_scale", "w2_scale") // experts
+    return call.of_rows("x") | {"K": top_k, "N": experts, "L": rows // 2, "row": row_bytes}
+
+
+def _cost_of_shared_expert(call: CallSizes) -> list[Cost]:
+    """Return the cost of a shared expert, and the bytes that ids of 64 bits add."""
+    tokens, hidden = call.dims("x")
+    more = math.prod(call.dims("ids")) * (call.size("ids") - INT32)
+    if call.arguments.get("shared_w13") is None:
+        return [Cost(more, 0)]
+    read = call.bytes_of("shared_w13", "shared_w2", "shared_w13_scale", "shared_w2_scale")
+    return [Cost(more + read, 3 * tokens * hidden * call.dims("shared_w13")[0])]
+
+
 moe_experts = define(
     "moe_experts",
     reference=reference.moe_experts,
@@ -90,4 +109,14 @@ moe_experts = define(
     fake=_fake,
     check=_check,
     arguments=ExpertsArguments,
+    kernel="dsv4_compile.kernels.moe.moe_experts",
+    lowering="dsv4_compile.lowering.moe.moe_experts",
+    cost=CostModel(
+        lambda T, D, N, K, L, row, e=2: (
+            T * (2 * e * D + K * (INT32 + FLOAT32)) + smaller(N, T * K) * row,
+            6 * T * K * D * L,
+        ),
+        sizes=_sizes,
+        added=_cost_of_shared_expert,
+    ),
 )

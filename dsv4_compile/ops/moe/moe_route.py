@@ -8,7 +8,8 @@ from torch import Tensor
 from ...cpu.moe import moe_route as cpu
 from ...errors import check, fail
 from ...reference.moe import moe_route as reference
-from ..common.define import define
+from ...selection.costs import FLOAT32, INT32, CallSizes, Cost, CostModel
+from ..common.define import Traced, define
 from ..common.validate import FLOATS, INTS, expect, expect_dim
 from ..common.validate_batch import expect_positive
 
@@ -61,10 +62,28 @@ def _fake(
     return x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.float32)
 
 
+def _cost_of_options(call: CallSizes) -> list[Cost]:
+    """Return the bytes of a wider gate, of token ids and of rows of the table, less those of an absent bias."""
+    (experts, size), tokens = call.dims("gate"), call.dims("x")[0]
+    more = experts * size * (call.size("gate") - call.size("x"))
+    if call.arguments.get("bias") is None:
+        more -= FLOAT32 * experts
+    if call.arguments.get("tid2eid") is not None:
+        more += tokens * (call.size("token_ids") + call.size("tid2eid") * int(call.arguments["top_k"]))
+    return [Cost(more, 0)]
+
+
 moe_route = define(
     "moe_route",
     reference=reference.moe_route,
     on_cpu=cpu.moe_route,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.moe.moe_route",
+    lowering=Traced(yields="IR is a GEMM, a sort and two kernels, the kernel one launch"),
+    cost=CostModel(
+        lambda T, D, N, K, e=2: (e * D * (T + N) + FLOAT32 * N + T * K * (INT32 + FLOAT32), 2 * T * N * D),
+        sizes=lambda call: call.of_rows("x") | {"N": call.dims("gate")[0], "K": int(call.arguments["top_k"])},
+        added=_cost_of_options,
+    ),
 )

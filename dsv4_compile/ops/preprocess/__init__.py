@@ -1,1 +1,1 @@
-"""Schemas, fakes and argument checks: norms, RoPE, cache inserts and compressors."""
+"""Norms, RoPE, cache inserts, gathers and compressors."""

@@ -6,9 +6,10 @@ import torch
 
 from ...cpu.preprocess import compress_norm_rope_insert as cpu
 from ...errors import fail
-from ...layout import INDEXER_FORMATS, KV_FORMATS, state_width
+from ...layout import CSA_RATIO, INDEXER_FORMATS, KV_FORMATS, cdiv, state_width
 from ...reference.preprocess import compress_norm_rope_insert as reference
 from ...reference.preprocess.compress_norm_rope_insert import CompressArguments
+from ...selection.costs import FLOAT32, INT32, INT64, CallSizes, CostModel
 from ..common.define import define
 from ..common.validate import (
     FLOATS,
@@ -50,6 +51,13 @@ def check_compress(call: CompressArguments, *, op: str = "compress_norm_rope_ins
         expect_hadamard_dim(dim, op)
 
 
+def pooled_sizes(call: CallSizes, tokens: int, width: int, weight: str, cache_format: str) -> dict[str, int]:
+    """Return the sizes of compressed entries; a state row holds values and scores of one or two groups."""
+    (dim,), ratio = call.dims(weight), call.arguments["ratio"] or CSA_RATIO
+    closing = {"T": tokens, "C": cdiv(tokens, ratio), "W": ratio * width // (2 * dim), "D": dim}
+    return closing | call.row(dim, weight, cache_format)
+
+
 compress_norm_rope_insert = define(
     "compress_norm_rope_insert",
     mutates=("k_cache",),
@@ -58,4 +66,12 @@ compress_norm_rope_insert = define(
     fake=lambda call: None,
     check=check_compress,
     arguments=CompressArguments,
+    kernel="dsv4_compile.kernels.preprocess.compress_norm_rope_insert",
+    lowering="dsv4_compile.lowering.preprocess.compress_norm_rope_insert",
+    cost=CostModel(
+        lambda T, D, C, W, row: (C * (2 * FLOAT32 * W * D + row) + T * (3 * INT64 + INT32), 0),
+        sizes=lambda call: pooled_sizes(
+            call, call.dims("positions")[0], call.dims("state_cache")[-1], "norm_weight", "cache_format"
+        ),
+    ),
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...errors import check
 from ...reference.preprocess import dequantize_and_gather_k_cache as reference
+from ...selection.costs import CostModel
 from ..common.define import define
 from ..common.validate import FLOATS, expect, expect_dim, expect_kv_cache
 
@@ -55,4 +56,8 @@ dequantize_and_gather_k_cache = define(
     reference=reference.dequantize_and_gather_k_cache,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.preprocess.dequantize_and_gather_k_cache",
+    cost=CostModel(
+        lambda D, S, row, e=2: (S * (row + e * D), 0),
+    ),
 )

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...cpu.preprocess import kv_rope_insert as cpu
 from ...reference.preprocess import kv_rope_insert as reference
+from ...selection.costs import CallSizes, CostModel, angles, inserted
 from ..common.define import define
 from ..common.validate import FLOATS, INTS, expect, expect_kv_cache, expect_rope_table, expect_rows
 
@@ -44,6 +45,12 @@ def _fake(
     return None
 
 
+def insert_sizes(call: CallSizes) -> dict[str, int]:
+    """Return the sizes of a call that inserts rows of `kv`, and normalises `qr` where it has some."""
+    kv = call.of_rows("kv")
+    return kv | call.rope | call.row(kv["D"], "kv") | {"Q": call.dims("qr")[-1] if "qr" in call.arguments else 0}
+
+
 kv_rope_insert = define(
     "kv_rope_insert",
     mutates=("k_cache",),
@@ -51,4 +58,10 @@ kv_rope_insert = define(
     on_cpu=cpu.kv_rope_insert,
     fake=_fake,
     check=check_kv_insert,
+    kernel="dsv4_compile.kernels.preprocess.kv_rope_insert",
+    lowering="dsv4_compile.lowering.preprocess.kv_rope_insert",
+    cost=CostModel(
+        lambda T, D, rope, row, e=2: (T * (angles(rope) + e * D + inserted(row)), 0),
+        sizes=insert_sizes,
+    ),
 )

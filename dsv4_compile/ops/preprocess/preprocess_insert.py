@@ -10,11 +10,13 @@ from ...errors import fail
 from ...reference.common.block_scale import new_rows
 from ...reference.preprocess import preprocess_insert as reference
 from ...reference.preprocess.preprocess_insert import PreprocessArguments, compress_arguments
+from ...selection import costs
+from ...selection.costs import FLOAT32, FP8, CallSizes, Cost, CostModel, act_tiles, angles, inserted
 from ..common.define import define
 from ..common.validate import FLOATS, INTS, expect, expect_dim, expect_indexer_format
-from .compress_norm_rope_insert import check_compress
+from .compress_norm_rope_insert import check_compress, pooled_sizes
 from .fused_q_kv_rmsnorm import check_norms
-from .kv_rope_insert import check_kv_insert
+from .kv_rope_insert import check_kv_insert, insert_sizes
 from .save_partial_states import check_save
 
 
@@ -51,6 +53,18 @@ def fake_quantized(qr: Tensor) -> tuple[Tensor, Tensor]:
     return new_rows(qr, *qr.shape)
 
 
+def _compressor_costs(call: CallSizes) -> list[Cost]:
+    """Return the costs of the compressors that a call runs."""
+    added = []
+    for prefix, cache_format in (("", "cache_format"), ("indexer_", "indexer_cache_format")):
+        if call.arguments.get(f"{prefix}kv_score") is not None:
+            tokens, width = call.dims(f"{prefix}kv_score")
+            added.append(costs.of("save_partial_states", T=tokens, width=width))
+            sizes = pooled_sizes(call, tokens, width, f"{prefix}norm_weight", cache_format)
+            added.append(costs.of("compress_norm_rope_insert", **sizes))
+    return added
+
+
 preprocess_insert = define(
     "preprocess_insert",
     mutates=("window_cache", "state_cache", "compressed_cache", "indexer_state_cache", "indexer_cache"),
@@ -58,6 +72,12 @@ preprocess_insert = define(
     fake=_fake,
     check=_check,
     arguments=PreprocessArguments,
+    kernel="dsv4_compile.kernels.preprocess.preprocess_insert",
+    cost=CostModel(
+        lambda T, D, Q, rope, row, e=2: (T * (e * (2 * Q + D) + angles(rope) + inserted(row)) + e * (Q + D), 0),
+        sizes=insert_sizes,
+        added=_compressor_costs,
+    ),
 )
 preprocess_insert_quant = define(
     "preprocess_insert_quant",
@@ -66,4 +86,13 @@ preprocess_insert_quant = define(
     fake=lambda call: fake_quantized(call.qr),
     check=partial(_check, op="preprocess_insert_quant"),
     arguments=PreprocessArguments,
+    kernel="dsv4_compile.kernels.preprocess.preprocess_insert",
+    cost=CostModel(
+        lambda T, D, Q, rope, row, e=2: (
+            T * (e * (Q + D) + Q * FP8 + FLOAT32 * act_tiles(Q) + angles(rope) + inserted(row)) + e * (Q + D),
+            0,
+        ),
+        sizes=insert_sizes,
+        added=_compressor_costs,
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...reference.preprocess import quantize_and_insert_k_cache as reference
+from ...selection.costs import CostModel, inserted, row_bytes
 from ..common.define import define
 from ..common.validate import FLOATS, INTS, expect, expect_kv_cache, expect_rows
 
@@ -27,4 +28,9 @@ quantize_and_insert_k_cache = define(
     reference=reference.quantize_and_insert_k_cache,
     fake=_fake,
     check=_check,
+    lowering="dsv4_compile.lowering.preprocess.quantize_and_insert_k_cache",
+    cost=CostModel(
+        lambda T, D, row, e=2: (T * (e * D + inserted(row)), 0),
+        sizes=lambda call: call.of_rows("k") | {"row": row_bytes("fp8_ds_mla", call.dims("k")[-1])},
+    ),
 )

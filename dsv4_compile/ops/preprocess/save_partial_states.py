@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...cpu.preprocess import save_partial_states as cpu
 from ...reference.preprocess import save_partial_states as reference
+from ...selection.costs import FLOAT32, INT64, CostModel
 from ..common.define import define
 from ..common.validate import FLOATS, INTS, expect, expect_dim, expect_rows, expect_state_cache
 
@@ -44,4 +45,10 @@ save_partial_states = define(
     on_cpu=cpu.save_partial_states,
     fake=_fake,
     check=check_save,
+    kernel="dsv4_compile.kernels.preprocess.save_partial_states",
+    lowering="dsv4_compile.lowering.preprocess.save_partial_states",
+    cost=CostModel(
+        lambda T, width: (T * (2 * FLOAT32 * width + 2 * INT64), 0),
+        sizes=lambda call: dict(zip(("T", "width"), call.dims("kv_score"), strict=True)),
+    ),
 )

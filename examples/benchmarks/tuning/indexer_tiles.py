@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 
 from dsv4_compile.bench import indexer
 from dsv4_compile.bench.problem import Only, Prepare, Problem, on_gpu
-from dsv4_compile.ops.common.kernels import KERNELS, launcher
+from dsv4_compile.ops.common.kernels import kernel_module, launcher
 
 COLUMNS = indexer.COLUMNS
 
@@ -45,7 +44,7 @@ def problems(device: torch.device, only: Only) -> Iterator[Problem]:
 def _prepare(op: str, tiles: Mapping[str, Any]) -> Any:
     if "tiling" not in tiles:
         return on_gpu(partial(launcher(op), **tiles))
-    kernel, (parts, warps) = importlib.import_module(f"dsv4_compile.kernels.{KERNELS[op]}"), tiles["tiling"]
+    kernel, (parts, warps) = kernel_module(op), tiles["tiling"]
 
     def call(*args: Any) -> Any:
         default = kernel.pool_tiling(len(args[1]), args[10], len(args[6]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from dsv4_compile.bench import preprocess_insert
 from dsv4_compile.bench.problem import Only, Prepare, Problem, on_gpu
 from dsv4_compile.config import DeepseekV4Config
-from dsv4_compile.ops.common.kernels import KERNELS, launcher
+from dsv4_compile.ops.common.kernels import kernel_module, launcher
 
 COLUMNS = preprocess_insert.COLUMNS
 _Changes = tuple[Mapping[str, int], ...]
@@ -49,7 +48,7 @@ def _name_of(changes: Mapping[str, int]) -> str:
 def tiling(kind: str, tokens: int, changes: Mapping[str, int]) -> Any:
     """Return the kernel's tiling of a step with `changes`."""
     config = DeepseekV4Config.flash()
-    module = importlib.import_module(f"dsv4_compile.kernels.{KERNELS['preprocess_insert']}")
+    module = kernel_module("preprocess_insert")
     default = module.tiling_of(tokens, preprocess_insert.KINDS[kind], config.head_dim)
     return default._replace(**changes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 
 from dsv4_compile.bench import preprocess
 from dsv4_compile.bench.problem import Only, Prepare, Problem, on_gpu
-from dsv4_compile.ops.common.kernels import KERNELS, launcher
+from dsv4_compile.ops.common.kernels import kernel_module, launcher
 
 COLUMNS = preprocess.COLUMNS
 
@@ -47,7 +46,7 @@ def problems(device: torch.device, only: Only) -> Iterator[Problem]:
 
 def module_of(op: str) -> ModuleType:
     """Return the kernel module of `op`."""
-    return importlib.import_module(f"dsv4_compile.kernels.{KERNELS[op]}")
+    return kernel_module(op)
 
 
 def _implementations(op: str) -> dict[str, Prepare]:

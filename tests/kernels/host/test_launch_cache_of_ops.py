@@ -159,8 +159,9 @@ def check_uncached(op: str, args: tuple[Any, ...]) -> None:
 @pytest.fixture
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = GPUS[request.param]
-    for stem in {*KERNELS.values(), "linear.gemm", "indexer.select_topk"}:
-        importlib.import_module(f"dsv4_compile.kernels.{stem}")
+    package = "dsv4_compile.kernels"
+    for module in {*KERNELS.values(), f"{package}.linear.gemm", f"{package}.indexer.select_topk"}:
+        importlib.import_module(module)
     for name, kernels in list(sys.modules.items()):
         if name.startswith("dsv4_compile.kernels.") and hasattr(kernels, "gpu_of"):
             monkeypatch.setattr(kernels, "gpu_of", lambda device: gpu)

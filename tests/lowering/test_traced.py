@@ -1,14 +1,19 @@
-"""Not a test: what the lowering of every hyper-connection op is held to in C++."""
+"""Lowerings that trace the reference: few loops in C++ for any number of tokens, and reasons for declined calls."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from dsv4_compile.ops.common.define import LOWERED, OPS, Traced
 from dsv4_compile.selection.decisions import collect
+from dsv4_compile.testing.samples import op_samples
 from tests.kernels.hyper_connections.calls import arguments, results
 from tests.lowering.claims import CPP, HALIDE, SM90, ir_decision
 
@@ -22,8 +27,8 @@ def call_of(op: str, tokens: int, seed: int = 0) -> tuple[Any, ...]:
     )
 
 
-def assert_is_few_loops_and_equals_eager(op: str, most_loops: int) -> None:
-    """Compile `op` between two multiplications once for any number of tokens, and compare with eager."""
+@pytest.mark.parametrize(("op", "most_loops"), [("mhc_pre", 2), ("mhc_post", 1), ("mhc_boundary", 2), ("mhc_head", 2)])
+def test_a_compiled_hyper_connection_is_few_loops_and_equals_eager(op: str, most_loops: int) -> None:
 
     def layer(streams: Tensor, *rest: Any) -> list[Tensor]:
         return [result * 2 for result in results(getattr(torch.ops.dsv4, op)(streams * 2, *rest))]
@@ -46,9 +51,20 @@ def assert_is_few_loops_and_equals_eager(op: str, most_loops: int) -> None:
     assert [(decision.op, decision.impl) for decision in decisions] == [(op, "ir")]
 
 
-def assert_a_declined_call_says_why(op: str, *names: str) -> None:
-    """Compare the decisions for a call with the first arguments `names`."""
-    call = dict(zip(names, call_of(op, 2), strict=False))
-    assert ir_decision(op, CPP, **call).impl == "ir"
-    assert "not for halide" in ir_decision(op, HALIDE, **call).reason
-    assert ir_decision(op, SM90, **call).impl == "ir"
+@pytest.mark.parametrize("op", sorted(op for op, how in LOWERED.items() if isinstance(how, Traced)))
+def test_a_declined_call_says_why(op: str) -> None:
+    arguments = dict(zip((a.name for a in OPS[op]._schema.arguments), op_samples(op)[0], strict=False))
+    assert ir_decision(op, CPP, **arguments).impl == ir_decision(op, SM90, **arguments).impl == "ir"
+    assert "not for halide" in ir_decision(op, HALIDE, **arguments).reason
+
+
+def test_a_dynamic_dim_after_the_tokens_is_declined() -> None:
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env):
+        tokens, channels = (
+            torch.empty(env.create_unbacked_symint(), 4, 48),
+            torch.empty(5, 4, env.create_unbacked_symint()),
+        )
+    assert ir_decision("mhc_pre", CPP, streams=tokens).impl == "ir"
+    declined = ir_decision("mhc_pre", CPP, streams=channels)
+    assert (declined.impl, "a dim of streams after the first is dynamic" in declined.reason) == ("eager", True)
