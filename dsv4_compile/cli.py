@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from . import __version__, progress
+from .columns import table, terminal_width
 from .errors import CODES, DSV4Error, check
 
 DOCS = Path(__file__).with_name("docs")
@@ -186,8 +187,7 @@ def _explain_text(target: str | None) -> int:
     """Print an error code or a page, or without a target the list of both."""
     entries = {code: entry.title for code, entry in CODES.items()} | _titles()
     if target is None:
-        width = max(map(len, entries))
-        print("\n".join(f"{name:{width}}  {title}" for name, title in entries.items()))
+        print("\n".join(table([], [*entries.items()], terminal_width())))
         return 0
     code = next((code for code in CODES if target.upper() in (code, code[1:])), None)
     text = _error_page(code) if code else _page(target)

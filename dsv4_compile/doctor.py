@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +31,7 @@ from ._compat import (
     device_architecture,
 )
 from ._files import why_unsafe
+from .columns import NARROWEST, terminal_width
 from .errors import DSV4Error, printable
 from .layout import FP8_DS_MLA, HEAD_DIM, WINDOW_BLOCK, allocate_cache
 from .ops.common.kernels import KERNELS
@@ -98,15 +100,18 @@ def examine_folder(path: str) -> list[Check]:
 
 
 def render(checks: list[Check]) -> str:
-    """The report as a block of text to paste, verdict last."""
-    width = max(len(check.name) for check in checks)
+    """Return the report as a block of text to paste, verdict last."""
+    names = max(len(check.name) for check in checks)
+    room = max(terminal_width() - names - 8, NARROWEST // 2)
+    # Paths stay whole: the report is there to paste.
+    wrap = textwrap.TextWrapper(room, break_long_words=False, break_on_hyphens=False).wrap
     lines = []
     for check in checks:
-        lines.append(f"{check.level:<4}  {check.name:<{width}}  {check.value}")
-        if check.note:
-            lines.append(f"{'':<4}  {'':<{width}}    {check.note}")
-    # Names and values come from files and libraries: none begins a line, nor moves the cursor.
-    lines = [printable(line) for line in lines]
+        # Names and values come from files and libraries: none begins a line, nor moves the cursor.
+        head = printable(f"{check.level:<4}  {check.name:<{names}}  ")
+        for line in [*(wrap(printable(check.value)) or [""]), *(f"  {line}" for line in wrap(printable(check.note)))]:
+            lines.append(f"{head}{line}")
+            head = " " * len(head)
     levels = [check.level for check in checks]
     worst = next((level for level in ("fix", "warn") if level in levels), "ok")
     return "\n".join([*lines, "", f"verdict: {VERDICTS[worst]}"])

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..columns import terminal_width
 from ..errors import check
 from .places import Place, is_torch
 from .report import Report, assemble, backend_decisions, failure_of
@@ -218,7 +219,7 @@ def explain_script(
         report = run_script(path)
     if html is not None:
         report.save(html)
-    sys.stdout.write((report.to_json() if json else report.text()) + "\n")
+    sys.stdout.write((report.to_json() if json else report.text(terminal_width())) + "\n")
     if report.failure is not None:
         return SCRIPT_FAILED
     return TOO_MANY_BREAKS if max_breaks is not None and len(report.breaks) > max_breaks else OK

@@ -6,22 +6,18 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape as escaped
+from itertools import groupby
 from typing import Any
 
+from ..columns import DEFAULT_WIDTH, GAP, clipped, is_numeric, table
 from ..errors import printable
 from .rows import Findings
-from .sections import Finding, Section, Table, clipped, heading, sections, verdict
-
-DEFAULT_WIDTH = 96
+from .sections import Finding, Section, Table, heading, sections, verdict
 
 SAVED = Section("Saved", [Table([], [["report.save('report.html') writes this as a page, '.json' as a record."]])])
 """Last words of a report as text."""
 
-_GAP = "  "
 _LABEL = 8
-_NARROWEST_COLUMN = 20
-_LONGEST_CELL = 4096
-"""Characters of a cell that are shown as text."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --dim: #666; --line: #ccc; --code: #f4f4f4;
@@ -42,7 +38,6 @@ table { border-collapse: collapse; margin: .6rem 0; } th { text-align: left; col
 th, td { padding: .15rem .9rem .15rem 0; vertical-align: top; } th, .number { white-space: nowrap; }
 .number { text-align: right; } .wide { overflow-x: auto; }
 """
-_NUMBER = re.compile(r"-?\d[\d,.]*")
 _ADDRESS = re.compile(r"https?://[^\s<>\"']+[^\s<>\"'.,;:)]|\bpytorch#(\d+)")
 
 
@@ -58,11 +53,16 @@ def text(report: Findings, width: int) -> str:
 
 def page_text(head: Sequence[str], parts: Iterable[Section], width: int) -> str:
     """Return lines of `head`, then of sections, in at most `width` columns."""
-    lines = list(head)
+    lines = [line for sentence in head for line in _wrapped(sentence, "", "  ", width)]
     for section in parts:
         lines += ["", section.title.upper()]
-        for number, block in enumerate(section.blocks, 1):
-            lines += _table(block, width) if isinstance(block, Table) else _finding(number, block, width)
+        number = 1
+        for block in section.blocks:
+            if isinstance(block, Table):
+                lines += (f"  {line}" for line in table(block.headers, block.rows, width - 2, merge=block.merge))
+            else:
+                lines += _finding(number, block, width)
+                number += block.count
     return "\n".join(printable(line.expandtabs(4).rstrip()) for line in lines)
 
 
@@ -80,7 +80,7 @@ def rich_text(report: Findings) -> Any:
 
 
 def _finding(number: int, finding: Finding, width: int) -> Iterator[str]:
-    yield f"{number:>3}  {finding.place}{_GAP}{finding.aside}"
+    yield f"{number:>3}  {finding.place}{GAP}{finding.aside}"
     indent = " " * 5
     if finding.source:
         yield clipped(f"{indent}    {finding.source}", width)
@@ -101,30 +101,6 @@ def _wrapped(sentence: str, head: str, indent: str, width: int) -> Iterator[str]
             break_on_hyphens=False,
         ) or [head]
         head = indent
-
-
-def _table(table: Table, width: int) -> Iterator[str]:
-    rows = [list(table.headers), *table.rows] if table.headers else list(table.rows)
-    columns = range(len(rows[0]) - 1)
-    widths = [max(len(row[column]) for row in rows) for column in columns]
-    widths = [min(size, max(_NARROWEST_COLUMN, width // 3)) for size in widths]
-    for row in rows:
-        yield from _row(row, widths, width)
-
-
-def _row(row: Sequence[str], widths: Sequence[int], width: int) -> Iterator[str]:
-    """Yield the lines of one row. Cells wrap within their columns; the last takes the remaining width."""
-    left = max(_NARROWEST_COLUMN, width - 2 - sum(widths) - len(_GAP) * len(widths))
-    cells = [_fit(cell, size) for cell, size in zip(row, [*widths, left], strict=True)]
-    for line in range(max(map(len, cells))):
-        parts = [cell[line] if line < len(cell) else "" for cell in cells]
-        padded = [f"{text:<{size}}" for text, size in zip(parts, [*widths, 0], strict=True)]
-        yield "  " + _GAP.join(padded)
-
-
-def _fit(cell: str, size: int) -> list[str]:
-    # textwrap copies what is left of a long word for each line.
-    return textwrap.wrap(clipped(cell, _LONGEST_CELL), size, break_long_words=True, break_on_hyphens=False) or [""]
 
 
 def html(report: Findings) -> str:
@@ -160,19 +136,24 @@ def html_section(section: Section) -> str:
     return f"<h2>{escape(section.title)}</h2>\n{blocks}"
 
 
-def _html_table(table: Table) -> str:
-    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.headers)
+def _html_table(block: Table) -> str:
+    columns = list(zip(*block.rows, strict=True)) or [()] * len(block.headers)
     kinds = [' class="number"' if is_numeric(column) else "" for column in columns]
-    heads = (f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, table.headers, strict=False))
-    head = f"<tr>{''.join(heads)}</tr>" if table.headers else ""
-    rows = (zip(kinds, row, strict=True) for row in table.rows)
-    body = "\n".join(f"<tr>{''.join(f'<td{kind}>{linked(cell)}</td>' for kind, cell in row)}</tr>" for row in rows)
+    heads = (f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, block.headers, strict=False))
+    head = f"<tr>{''.join(heads)}</tr>" if block.headers else ""
+    groups = [[*group] for _, group in groupby(block.rows, lambda row: row[-1])] if block.merge else None
+    spans = [len(group) * (i == 0) for group in groups for i in range(len(group))] if groups else [1] * len(block.rows)
+    body = "\n".join(_html_row(row, kinds, span) for row, span in zip(block.rows, spans, strict=True))
     return f'<div class="wide"><table>{head}\n{body}</table></div>'
 
 
-def is_numeric(cells: Sequence[str]) -> bool:
-    """Return whether a column holds numbers and empty cells alone, and at least one number."""
-    return any(cells) and all(not cell or _NUMBER.fullmatch(cell) for cell in cells)
+def _html_row(row: Sequence[str], kinds: Sequence[str], span: int) -> str:
+    """Return a row, whose last cell is that of `span` rows, or none with 0: an earlier row has it."""
+    cells = [f"<td{kind}>{linked(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)]
+    if span != 1:
+        last = [f'<td rowspan="{span}"{kinds[-1]}>{linked(row[-1])}</td>'] if span else []
+        cells = [*cells[:-1], *last]
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _html_finding(finding: Finding) -> str:

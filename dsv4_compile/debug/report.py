@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 import torch
 
 from ..attention_backends.registry import selections
+from ..columns import DEFAULT_WIDTH
 from ..errors import DSV4Error, check, error
 from ..selection import costs
 from ..selection.decisions import Decision, Fusion
@@ -43,7 +44,7 @@ class Report(Findings):
     the call compiled into graphs without a break, recompile, cache copy, hazard or failure.
     """
 
-    def text(self, width: int = render.DEFAULT_WIDTH) -> str:
+    def text(self, width: int = DEFAULT_WIDTH) -> str:
         """Return the report as plain text of at most `width` columns, except for long file names."""
         return render.text(self, width)
 

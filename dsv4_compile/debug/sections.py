@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from ..attention_backends.registry import DECISION, SEPARATOR
+from ..columns import clipped
 from .rows import Break, Findings, Graph, GraphInput, OpDecision, OpFusion, Recompile
 
 _OPS_SHOWN = 6
@@ -20,20 +22,26 @@ _KERNEL_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under headers. The last column takes the remaining width."""
+    """Rows under headers. With `merge`, consecutive rows with equal last cells share one."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
+    merge: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something to fix: its place, the line of source, and labelled sentences."""
+    """Something to fix: its place, the line of source, and labelled sentences.
+
+    Attributes:
+        count: rows of the report that it stands for; the numbers of later findings count them.
+    """
 
     place: str
     aside: str
     source: str
     points: Sequence[tuple[str, str]]
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +87,10 @@ def sections(report: Findings) -> Iterator[Section]:
     backends = [decision for decision in report.decisions if decision.op == DECISION]
     if backends:
         yield Section("Attention backend", [_backend(decision) for decision in backends])
-    ops = [[d.op, str(d.count), d.impl, _places(d.where), d.reason] for d in report.decisions if d.op != DECISION]
+    ops = [[d.op, str(d.count), _places(d.where), d.impl, d.reason] for d in report.decisions if d.op != DECISION]
     if ops:
-        yield Section("dsv4 ops", [Table(["op", "calls", "impl", "where", "reason"], ops)])
+        ops.sort(key=lambda row: row[::-1])
+        yield Section("dsv4 ops", [Table(["op", "calls", "where", "impl", "reason"], ops, merge=True)])
     timed = [_costs(decision) for decision in report.decisions if decision.costs]
     if timed:
         yield Section(
@@ -89,9 +98,9 @@ def sections(report: Findings) -> Iterator[Section]:
             [Table(["op", "calls", "MB", "GFLOP", "floor on an H200, us", "measured here, us"], timed)],
         )
     if report.fusions:
-        yield Section("Fused ops", [_fusion(item) for item in report.fusions])
+        yield Section("Fused ops", _fusions(report.fusions))
     if report.graphs:
-        yield Section("Graphs", [_graph(graph) for graph in report.graphs])
+        yield Section("Graphs", _graphs(report.graphs))
     if report.kernels:
         yield _kernels(report)
     if report.notes:
@@ -147,10 +156,19 @@ def _recompile(item: Recompile) -> Finding:
     )
 
 
-def _fusion(item: OpFusion) -> Finding:
-    what = "fused into" if item.fused else "not fused into"
-    points = [("ops", ", ".join(item.ops)), ("why", item.reason), ("where", _places(item.where))]
-    return Finding(item.by, f"{_plural(item.count, 'group')} {what} {item.into}", "", points)
+def _fusions(fusions: Sequence[OpFusion]) -> list[Finding]:
+    """Return one finding for all groups of ops that a pass treats alike, for the same reason."""
+    groups: dict[tuple[str, str, bool, str], list[OpFusion]] = {}
+    for item in fusions:
+        groups.setdefault((item.by, item.into, item.fused, item.reason), []).append(item)
+    findings = []
+    for (by, into, fused, reason), items in groups.items():
+        count = _plural(sum(item.count for item in items), "group")
+        ops = [("ops", ", ".join(ops)) for ops in dict.fromkeys(tuple(item.ops) for item in items)]
+        where = _places([*dict.fromkeys(line for item in items for line in item.where)])
+        points = [("why", reason), *ops, ("where", where)]
+        findings.append(Finding(by, f"{count} {'fused' if fused else 'not fused'} into {into}", "", points))
+    return findings
 
 
 def _caches(report: Findings) -> Iterator[Finding]:
@@ -196,6 +214,15 @@ def _graph(graph: Graph) -> Finding:
     )
 
 
+def _graphs(graphs: Sequence[Graph]) -> list[Finding]:
+    """Return one finding for graphs that follow each other and are shown alike."""
+    groups = [[*group] for _, group in groupby(map(_graph, graphs))]
+    return [
+        replace(group[0], aside=f"{group[0].aside}, {len(group)} times", count=len(group)) if group[1:] else group[0]
+        for group in groups
+    ]
+
+
 def _input(entry: GraphInput) -> str:
     if entry.shape:
         return f"{entry.name} [{', '.join(entry.shape)}] {entry.dtype}"
@@ -226,11 +253,6 @@ def _places(where: Sequence[str]) -> str:
     """Return file names and lines without folders, which are in the JSON."""
     more = f" +{len(where) - _PLACES_SHOWN}" if len(where) > _PLACES_SHOWN else ""
     return ", ".join(Path(path).name for path in where[:_PLACES_SHOWN]) + more
-
-
-def clipped(line: str, width: int) -> str:
-    """Return `line`, or its beginning and "..." if it is longer than `width`."""
-    return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def _counted(number: int, one: str, many: str = "") -> list[str]:

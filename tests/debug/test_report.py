@@ -120,6 +120,19 @@ def test_costs_of_an_op_are_summed(full: Report) -> None:
     assert line.split() == ["q_norm_rope", "2", "4.000", "2.000", "0.95", "1.5", "for", "1"]
 
 
+def test_equal_findings_and_reasons_are_shown_once(full: Report, tmp_path: Path) -> None:
+    full.graphs = [full.graphs[0], full.graphs[0], Graph(3, "2/0", PLACE, {"add": 1}, [], 0)]
+    full.fusions += [OpFusion("fuse_attention", ["inv_rope"], "sparse_mla_decode", False, "a reason", 2, ["a.py:9"])]
+    full.decisions += [OpDecision(op, "eager", "no kernel for it") for op in ("topk", "route", "head")]
+    lines = full.text(120).splitlines()
+    numbers = [line.split()[0] for line in lines[lines.index("GRAPHS") :] if line.startswith(tuple("  123"))]
+    assert "forward, 4 ops, 2 times" in full.text(120) and numbers[:1] == ["1"] and "3" in numbers
+    assert "3 groups not fused into sparse_mla_decode" in full.text(120) and full.text(120).count("a reason") == 1
+    assert full.text(120).count("no kernel for it") == 1
+    page = full.save(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count("no kernel for it") == 1 and '<td rowspan="3">no kernel for it</td>' in page
+
+
 def test_empty_report_says_that_no_graph_was_captured() -> None:
     report = dsv4_compile.explain(lambda: 3, backend="eager")
     assert "No graph was captured" in report.text()

@@ -17,7 +17,7 @@ MANY_PARAMETERS, MOST_WITH_MANY = 10, 0.05
 """Parameters that are many, and the largest share of the functions of kernels/ that may have as many."""
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"_files", "errors", "progress"}),
+    frozenset({"_files", "columns", "errors", "progress"}),
     frozenset({"_compat", "sizes"}),
     frozenset({"layout"}),
     frozenset({"selection"}),

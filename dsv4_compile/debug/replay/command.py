@@ -6,6 +6,7 @@ import contextlib
 import sys
 from pathlib import Path
 
+from ...columns import terminal_width
 from ...errors import DSV4Error, check, error
 from .diff import Limits, compare
 from .entry import replay_of_script
@@ -22,13 +23,13 @@ def replay(script: str, *, as_json: bool, html: str | None, fail_if: str | None)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         report, script_report = replay_of_script(script)
     if script_report.failure is not None or report is None:
-        sys.stdout.write((script_report.to_json() if as_json else script_report.text()) + "\n")
+        sys.stdout.write((script_report.to_json() if as_json else script_report.text(terminal_width())) + "\n")
         if script_report.failure is None:
             sys.stderr.write(f"{script} captures no graph: use a DecodeRunner, or dsv4.cudagraph=full\n")
         return FAILED
     if html is not None:
         report.save(html)
-    sys.stdout.write((report.to_json() if as_json else report.text()) + "\n")
+    sys.stdout.write((report.to_json() if as_json else report.text(terminal_width())) + "\n")
     return _judge(limits.exceeded(report))
 
 
@@ -36,7 +37,7 @@ def diff(old: str, new: str, *, as_json: bool, fail_if: str | None) -> int:
     """Compare two saved records, and return the exit status."""
     limits = Limits.parse(fail_if or "")
     difference = compare(_load(old), _load(new))
-    sys.stdout.write((difference.to_json() if as_json else difference.text()) + "\n")
+    sys.stdout.write((difference.to_json() if as_json else difference.text(terminal_width())) + "\n")
     return _judge(limits.exceeded(difference.new, difference))
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...columns import DEFAULT_WIDTH, clipped
 from ...errors import check, fail
-from ..render import DEFAULT_WIDTH, page_text
-from ..sections import Section, Table, clipped
+from ..render import page_text
+from ..sections import Section, Table
 from .matching import matches
 from .rows import Node, Replay
 
@@ -86,8 +88,9 @@ class Difference:
                 rows = [[f"{p.old.us:.2f}", f"{p.new.us:.2f}", f"{p.more_us:+.2f}", *_row(p.new)[2:]] for p in pairs]
                 yield Section(name, [Table(["old us", "new us", "more", "op", "kernel", "module"], rows)])
         if self.reshaped:
-            rows = [[p.new.op, ", ".join(p.old.shapes), ", ".join(p.new.shapes)] for p in self.reshaped]
-            yield Section("other shapes", [Table(["op", "old", "new"], rows)])
+            equal = Counter((p.new.op, ", ".join(p.old.shapes), ", ".join(p.new.shapes)) for p in self.reshaped)
+            rows = [[str(count), *row] for row, count in equal.items()]
+            yield Section("other shapes", [Table(["nodes", "op", "old", "new"], rows)])
 
 
 def compare(old: Replay, new: Replay) -> Difference:

@@ -11,7 +11,8 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..render import STYLE, escape, html_section, is_numeric
+from ...columns import is_numeric
+from ..render import STYLE, escape, html_section
 from ..sections import Section
 from .rows import PARTS, Node, Replay
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...columns import DEFAULT_WIDTH, clipped
 from ...errors import check
-from ..render import DEFAULT_WIDTH, page_text
+from ..render import page_text
 from ..report import read_json, save
-from ..sections import Section, Table, clipped
+from ..sections import Section, Table
 from .diff import NOISE_SHARE, Difference, compare
 from .page import html
 from .rows import PARTS, Node, Replay, Total
