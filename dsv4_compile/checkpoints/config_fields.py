@@ -174,6 +174,17 @@ MODEL: dict[str, Rule] = ATTENTION | {
     "quantization_config": Fields(QUANTIZATION),
 }
 """Fields of `config.json` that a model is built from."""
+DRAFTS: dict[str, Rule] = {
+    "num_hidden_layers": integer(1, _LAYERS),
+    "vocab_size": integer(1, 1 << 22),
+    "compress_ratios": list_of(integer(0, 1 << 20), 2 * _LAYERS),
+    "n_mtp_layers": integer(0, 16),
+    "dspark_block_size": integer(0, 16),
+    "dspark_noise_token_id": integer(0, 1 << 31),
+    "dspark_target_layer_ids": list_of(integer(0, _LAYERS), 64),
+    "dspark_markov_rank": integer(1, 1 << 16),
+}
+"""Fields of `config.json` that draft layers are built from."""
 _COUNT = integer(0, 1 << 31)
 GENERATION: dict[str, Rule] = {
     "bos_token_id": _TOKEN,

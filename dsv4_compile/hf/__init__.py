@@ -11,6 +11,8 @@ with needs("hf", "dsv4_compile.hf"):
     from .loading.load import load
     from .model.cache import PagedCache
     from .model.convert import convert, new_cache, revert
+    from .model.draft_kinds import DSparkDrafts, MtpDrafts
+    from .model.draft_model import DraftModel
     from .model.experts_interface import register_experts
     from .model.token_inputs import mark_dynamic_tokens
     from .model.unchanged_block import unchanged
@@ -18,6 +20,9 @@ with needs("hf", "dsv4_compile.hf"):
     from .serving.running_batch import RunningBatch
 
 __all__ = [
+    "DSparkDrafts",
+    "DraftModel",
+    "MtpDrafts",
     "PagedCache",
     "Request",
     "RunningBatch",

@@ -9,6 +9,10 @@ import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from .._compat import kept_in_float32
+from .model.draft_kinds import KINDS
+from .model.draft_model import DraftModel
+from .model.draft_settings import DSPARK, MTP, DraftSettings
+from .model.taps import Taps
 
 FLASH: dict[str, Any] = {
     "vocab_size": 129280,
@@ -110,6 +114,32 @@ def tiny_model(seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides
     return model.eval()
 
 
+def tiny_drafts(
+    model: Any, kind: str = "dspark", seed: int = 0, *, num_drafts: int | None = None, stages: int = 3
+) -> DraftModel:
+    """Return random draft layers for `model`, a `tiny_model` before or after convert, in its dtype and on its device.
+
+    Args:
+        kind: "dspark", with `stages` stages that read the last two layers, or "mtp".
+        num_drafts: tokens that are drafted (None = 5 for DSpark, 2 for MTP).
+    """
+    config, weight = model.config, model.get_input_embeddings().weight
+    layers = config.num_hidden_layers
+    if kind == MTP:
+        settings = DraftSettings(MTP, 1, num_drafts or 2, Taps((layers - 1,), mean=False))
+    else:
+        taps = Taps(tuple(range(max(0, layers - 2), layers)))
+        settings = DraftSettings(DSPARK, stages, num_drafts or 5, taps, noise_token=7, markov_rank=32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drafts = KINDS[kind](config, settings)
+    randomise(drafts, torch.Generator().manual_seed(seed + 1))
+    for name, parameter in drafts.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if kept_in_float32(drafts, name) else weight.dtype)
+        parameter.requires_grad_(False)
+    return drafts.to(weight.device).eval()
+
+
 def layers_in_turn(layers: int) -> dict[str, Any]:
     """Return what gives `tiny_config` that many layers: SWA, then CSA and HCA in turn."""
     kinds = [_LAYERS[0], *(_LAYERS[1 + i % 2] for i in range(layers - 1))]
@@ -128,7 +158,7 @@ def random_model(config: DeepseekV4Config, device: torch.device) -> DeepseekV4Fo
 
 
 @torch.no_grad()
-def randomise(model: DeepseekV4ForCausalLM, generator: torch.Generator) -> None:
+def randomise(model: DeepseekV4ForCausalLM | DraftModel, generator: torch.Generator) -> None:
     """Fill parameters and routing tables of `model` with random values by `generator`, which is on its device."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("tid2eid"):

@@ -19,6 +19,7 @@ from ...errors import check, fail
 from ...metadata import AttentionMetadata, build_metadata
 from ...runtime.addresses import HeldTensors
 from ...runtime.repeated_layers import Handed
+from ...sizes import check_optional_size
 from .layer_kinds import Repeated
 from .redundant_guards import named
 
@@ -339,3 +340,26 @@ def given_cache(arguments: dict[str, Any]) -> Any:
     if len(caches) > 1:
         fail("E208", got=" and ".join(CACHE_NAMES), why="both mean the cache", fix=f"pass {CACHE_NAME}")
     return caches[0] if caches else None
+
+
+def cache_like(
+    model: Any,
+    max_batch_size: int | None = None,
+    max_seq_len: int | None = None,
+    max_step_tokens: int | None = None,
+) -> PagedCache:
+    """Allocate a cache like that of `model`, a `CompilableModel`, with other capacities if they are given."""
+    own: PagedCache = model.dsv4_cache
+    limit = own.paged.max_seq_len
+    rows = check_optional_size("max_batch_size", max_batch_size) or own.paged.max_batch_size
+    length = check_optional_size("max_seq_len", max_seq_len) or own.paged.max_seq_len
+    step_tokens = check_optional_size("max_step_tokens", max_step_tokens) or own.paged.max_step_tokens
+    check(length <= limit, "E204", got=f"max_seq_len={length}", why=f"the model was converted for {limit}", fix=RESIZE)
+    return PagedCache(
+        own.paged.config,
+        max_batch_size=rows,
+        max_seq_len=length,
+        cache_format=own.paged.cache_format,
+        max_step_tokens=step_tokens,
+        device=own.seq_lens.device,
+    )

@@ -23,15 +23,15 @@ from ...cache import LayerCache
 from ...errors import check, fail
 from ...metadata import AttentionMetadata
 from ...runtime.repeated_layers import begin_layer, end_layer, marks_are_written_out, repeat_layer
-from ...sizes import check_optional_size
 from .._compat import why_not_saved
-from .cache import CACHE_NAME, RESIZE, PagedCache, given_cache
+from .cache import CACHE_NAME, PagedCache, cache_like, given_cache
 from .call_checks import NO_WEIGHTS, RECORDED, WHY_NOT_WHOLE, EnteredOnHost, held_by, refuse_uncalled
 from .generate_call import check_prompt, generating, is_undisturbed, take_own
 from .layer_kinds import SHARED, block_tables_of, later_layers, repeated_in, repeats_of, tensors_of_cache, without_rows
 from .layers import CompilableHead
 from .model_snapshot import Snapshot
 from .redundant_guards import REPEATS, STATE, TENSORS, named
+from .taps import Taps
 from .token_inputs import check_autocast, kept, mark_dynamic_tokens
 from .unchanged_block import has_block
 
@@ -205,21 +205,26 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         caches: Sequence[LayerCache],
         repeats: Sequence[str] = (),
         shared: Sequence[Tensor] = (),
+        taps: Taps | None = None,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Any:
         """Return the normed hidden states `[B, S, hidden]` of `input_ids` `[B, S]`, the tokens of `metadata`.
 
         With `repeats`, see `layer_kinds.repeats_of`, a trace has one layer of each kind and marks for the others.
-        `shared` are the inputs of the trace that all layers read.
+        `shared` are the inputs of the trace that all layers read. With `taps`, return these too, see `Taps.read`.
         """
         if not torch.compiler.is_dynamo_compiling():
             repeats = ()  # between graphs, where Dynamo found a graph break in a layer
         embeds = self.embed_tokens(input_ids)
         hidden_states = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
+        tapped: dict[int, Tensor] = {}
+        wanted = () if taps is None else taps.layers
         for i, layer in enumerate(self.layers):
             words = repeats[i].split() if repeats else []
             if words and int(words[0]) < i:
                 hidden_states = repeat_layer(hidden_states, i, int(words[0]))
+                if i in wanted:
+                    tapped[i] = hidden_states
                 continue
             if words:
                 own = [self.dsv4_parameters[name] for name in words[1:] if not name.startswith(SHARED)]
@@ -229,10 +234,12 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
             hidden_states = layer(hidden_states, input_ids=input_ids, metadata=metadata, caches=caches, **kwargs)
             if words:
                 hidden_states = end_layer(hidden_states, i)
+            if i in wanted:
+                tapped[i] = hidden_states
         head = self.hc_head
         whole = isinstance(head, CompilableHead)
         normed: Tensor = head(hidden_states, self.norm) if whole else self.norm(head(hidden_states))
-        return normed
+        return normed if taps is None else (normed, taps.read(tapped))
 
 
 def _restored(value: Any, row: Tensor, places: Tensor) -> Any:
@@ -246,29 +253,6 @@ def _restored(value: Any, row: Tensor, places: Tensor) -> Any:
     return torch.unflatten(value, 0, places.shape)[row, places].flatten(0, 1)
 
 
-def cache_like(
-    model: Any,
-    max_batch_size: int | None = None,
-    max_seq_len: int | None = None,
-    max_step_tokens: int | None = None,
-) -> PagedCache:
-    """Allocate a cache like that of `model`, a `CompilableModel`, with other capacities if they are given."""
-    own: PagedCache = model.dsv4_cache
-    limit = own.paged.max_seq_len
-    rows = check_optional_size("max_batch_size", max_batch_size) or own.paged.max_batch_size
-    length = check_optional_size("max_seq_len", max_seq_len) or own.paged.max_seq_len
-    step_tokens = check_optional_size("max_step_tokens", max_step_tokens) or own.paged.max_step_tokens
-    check(length <= limit, "E204", got=f"max_seq_len={length}", why=f"the model was converted for {limit}", fix=RESIZE)
-    return PagedCache(
-        own.paged.config,
-        max_batch_size=rows,
-        max_seq_len=length,
-        cache_format=own.paged.cache_format,
-        max_step_tokens=step_tokens,
-        device=own.seq_lens.device,
-    )
-
-
 class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
     """Language model whose `generate` uses the paged cache and marks dynamic dims, so that nothing recompiles."""
 
@@ -276,10 +260,18 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
     __call__ = torch.compiler.disable(EnteredOnHost.__call__, recursive=False, reason=WHY_NOT_WHOLE)
 
     is_custom_code: Any = classmethod(_is_custom_code)
+    dsv4_drafts: Any = None
+    """Attached `DraftModel`, which is no submodule, or None."""
 
     def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
         """Return the decoder stack and what allocates a cache for it."""
         return self.model.entered_model()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompilableForCausalLM:
+        super()._apply(fn, recurse)
+        if self.dsv4_drafts is not None:
+            self.dsv4_drafts._apply(fn, recurse)
+        return self
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run `transformers.GenerationMixin.generate`, with one warning if the model is not compiled in place."""

@@ -3,56 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..._compat import check_transformers, device_architecture, register_recorded_outputs
 from ...cache import CacheFormat
 from ...config import DeepseekV4Config
 from ...errors import check
-from ...loading import hf_name
-from ...modules import DeepseekV4Attention
-from ...modules.linear import Fp8Linear, Linear
 from ...parallel import Ranks, attention_config, watchdog
-from ...rope_tables import cos_sin_cache
 from ...selection import proven
 from ...sizes import check_optional_size, check_size
 from .._compat import save_as_quantised
-from . import adapters, layers, split
+from . import adapters, split
 from .arguments import check_flags
-from .cache import RESIZE, PagedCache
-from .causal_lm import CompilableAttention, CompilableForCausalLM, CompilableModel, CompilableNorm, cache_like, hf
-from .expected_modules import READ, READ_HEAD, check_layers, check_model, check_untied
-from .layer_kinds import Repeated
-from .redundant_guards import REPEATS, STATE, TENSORS
-from .shared_weights import ReadSettings, SharedWeights, why_unreadable
+from .cache import RESIZE, PagedCache, cache_like
+from .causal_lm import CompilableForCausalLM, hf
+from .convert_drafts import check_drafts, convert_drafts, revert_drafts
+from .convert_stack import check_stack, convert_stack, revert_stack
+from .draft_model import DraftModel
 from .undo_convert import undone_on_failure
-from .weight_types import check_weights, embedding_weight
+from .weight_types import embedding_weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("dsv4_compile.hf")
-_COMPILABLE: dict[type, Any] = {
-    hf.DeepseekV4Attention: CompilableAttention,
-    hf.DeepseekV4Model: CompilableModel,
-    hf.DeepseekV4RMSNorm: CompilableNorm,
-    hf.DeepseekV4ForCausalLM: CompilableForCausalLM,
-}
-_ORIGINAL = {compilable: original for original, compilable in (_COMPILABLE | layers.SWAPS).items()}
-_NOT_ADOPTED: Mapping[str, Any] = {
-    "dsv4_snapshot": None,
-    "dsv4_repeated": Repeated(),
-    STATE: "",
-    TENSORS: {},
-    REPEATS: (),
-}
-"""Attributes of a decoder stack, as they are before its first call."""
-_OF_LAYER = ("dsv4", "dsv4_weights", *layers.OWN_MATRICES)
-"""Attributes that converted modules of layers have."""
 OPS = ("moe_experts", "moe_route", "mhc_pre", "mhc_boundary", "mhc_head")
 """Ops that replace the modules around attention."""
 
@@ -74,6 +50,7 @@ def convert(
     expert_layout: str = "experts",
     collectives: str = "functional",
     rank_timeout: float = watchdog.TIMEOUT,
+    drafts: DraftModel | None = None,
 ) -> Any:
     """Make `model` compilable in one graph for prefill and one for decode, and return the same object.
 
@@ -104,6 +81,8 @@ def convert(
             "symmetric" collectives. A rank on the same host is gone when its process has ended, a rank on a different
             host when its thread has not written to the store of the process group. With gloo, seconds for which a rank
             may be stopped before a call that waits for it raises E703.
+        drafts: draft layers of this model, which become `model.dsv4_drafts`. They are converted too, whatever
+            `attention_only` says, and `mesh` splits them as the model. Their weights are watched as the model's are.
 
     Later changes of weights take effect at the next call: in place, `load_state_dict` (with `assign` too),
     `module.weight = ...` and `weight.data = ...`. Hooks, adapters and parametrisations of modules that are read and
@@ -115,7 +94,7 @@ def convert(
     Raises E205 for an unsupported configuration, E208 for an unsupported model, E701 for ranks that do not divide it,
     and E702 for ranks that differ.
     """
-    options = {name: value for name, value in locals().items() if name not in ("model", "mesh")}
+    options = {name: value for name, value in locals().items() if name not in ("model", "mesh", "drafts")}
     check(
         type(model) is hf.DeepseekV4ForCausalLM,
         "E208",
@@ -152,15 +131,8 @@ def convert(
     if merge_adapters:
         adapters.merge(model)
     adapters.check_called(model, attention_only=attention_only, split=mesh is not None)
-    check_layers(model.model.layers, config)
-    for i, layer in enumerate(model.model.layers):
-        _check_readable(f"layer {i}", layer.self_attn)
-        if not attention_only:
-            _check_readable(f"layer {i}", layer, READ)
-    _check_readable("the model", model.model, ("rotary_emb",) if attention_only else ("rotary_emb", *READ_HEAD))
-    check_model(model.model, config, attention_only=attention_only)
-    check_untied(model.model.layers, attention_only=attention_only)
-    check_weights(model.model, attention_only=attention_only)
+    check_stack(model.model, config, attention_only=attention_only)
+    check_drafts(drafts, model, max_step_tokens)
     ranks = None if mesh is None else Ranks.of(mesh)
     in_step = None
     if ranks is not None:
@@ -177,28 +149,27 @@ def convert(
         max_step_tokens=max_step_tokens,
         device=device,
     )
-    shared = [
-        _shared_weights(layer.self_attn, config, cache_format, dtype, cache.paged.max_seq_len)
-        for layer in model.model.layers
-    ]
-    for layer, weights in zip(model.model.layers, shared, strict=True):
-        # In __dict__, so that nn.Module does not register the parameters a second time.
-        layer.self_attn.__dict__.update(dsv4=weights.ours, dsv4_weights=weights)
-    for weights in shared:
-        weights.ours.ranks = ranks
-    swaps = _COMPILABLE if attention_only else _COMPILABLE | layers.SWAPS
-    _swap_classes(model, swaps if ranks is None else swaps | {hf.DeepseekV4ForCausalLM: split.SplitForCausalLM})
-    for weights in shared:
-        weights.watch()
-    if ranks is not None:
-        split.place_experts(model, ranks, expert_layout)
-    read = None if attention_only else layers.ReadParts(model.model)
-    settings = ReadSettings(model.model, config, attention_only=attention_only)
-    model.model.__dict__.update(
-        dsv4_cache=cache, dsv4_read=read, dsv4_settings=settings, dsv4_in_step=in_step, **_NOT_ADOPTED
+    convert_stack(
+        model,
+        config,
+        cache_format,
+        cache.paged.max_seq_len,
+        attention_only=attention_only,
+        ranks=ranks,
+        expert_layout=expert_layout,
     )
-    if read is not None:
-        read.adopt()
+    model.model.__dict__.update(dsv4_cache=cache, dsv4_in_step=in_step)
+    model.__dict__["dsv4_drafts"] = None
+    if drafts is not None:
+        convert_drafts(
+            drafts,
+            model,
+            cache_format,
+            max_batch_size=max_batch_size,
+            max_seq_len=cache.paged.max_seq_len,
+            ranks=ranks,
+            expert_layout=expert_layout,
+        )
     register_recorded_outputs(model.model)
     save_as_quantised(model)
     return model
@@ -208,6 +179,7 @@ def revert(model: Any) -> Any:
     """Restore the original classes of a converted model, drop its caches and its compiled calls; return the object.
 
     Weights that were rows of one matrix are copied to separate memory, which temporarily needs one matrix more.
+    Draft layers are restored too, and no part of the model any more: keep `model.dsv4_drafts` to convert with it again.
     Compile it again, if you want to, as you would compile the original.
     """
     _check_converted(model)
@@ -218,17 +190,11 @@ def revert(model: Any) -> Any:
         why="this rank has a part of its weights",
         fix="load it again",
     )
-    for root in (model, *model.model.dsv4_settings.layers):  # also layers that were removed
-        for module in root.modules():
-            if isinstance(module, (CompilableAttention, layers.CompilableMoe)):
-                module.release()
-        _swap_classes(root, _ORIGINAL)
-        for module in root.modules():
-            for name in _OF_LAYER:
-                vars(module).pop(name, None)
+    revert_drafts(model)
+    revert_stack(model)
     for module in (model, model.model):
         module._compiled_call_impl = None  # compiled for one graph, which the original forward is not
-    for name in ("dsv4_cache", "dsv4_read", "dsv4_settings", "dsv4_in_step", *_NOT_ADOPTED):
+    for name in ("dsv4_cache", "dsv4_in_step"):
         del model.model.__dict__[name]
     model.__dict__.pop("_dsv4_warned", None)
     return model
@@ -255,18 +221,6 @@ def why_unproven_around_attention(device: torch.device) -> str:
     return next(filter(None, (proven.why_unproven("triton", op, architecture) for op in OPS)), "")
 
 
-def _check_readable(name: str, source: nn.Module, paths: Collection[str] | None = None) -> None:
-    """Raise E208 for a submodule that returns more than its weights say."""
-    unreadable = why_unreadable(source, paths)
-    check(
-        not unreadable,
-        "E208",
-        got=f"{name} with {unreadable}",
-        why="a converted model reads its weights and never calls it",
-        fix="convert(..., merge_adapters=True) folds adapters in; remove hooks and parametrisations",
-    )
-
-
 def _check_converted(model: Any) -> None:
     check(
         isinstance(model, CompilableForCausalLM),
@@ -274,36 +228,3 @@ def _check_converted(model: Any) -> None:
         got=f"a {type(model).__name__}",
         fix="pass a model that dsv4_compile.hf.convert returned",
     )
-
-
-def _swap_classes(model: nn.Module, swaps: dict[type, Any]) -> None:
-    for module in model.modules():
-        if type(module) in swaps:
-            module.__class__ = swaps[type(module)]
-
-
-def _shared_weights(
-    source: Any, config: DeepseekV4Config, cache_format: CacheFormat, dtype: torch.dtype, max_seq_len: int
-) -> SharedWeights:
-    """Build a `DeepseekV4Attention` that shares the parameters of `source`, floating or e4m3 with scales."""
-    ours = DeepseekV4Attention(
-        config,
-        source.layer_idx,
-        cache_format=cache_format,
-        fp8=True,
-        dtype=dtype,
-        device="meta",
-        max_seq_len=max_seq_len,
-    )
-    for path, module in list(ours.named_modules()):
-        if not isinstance(module, Fp8Linear):
-            continue
-        weight = source.get_parameter(hf_name(f"{path}.weight"))
-        if weight.dtype is not torch.float8_e4m3fn:
-            ours.set_submodule(path, Linear(*module.weight.shape, dtype=dtype, device="meta"))
-    shared = SharedWeights(source, ours)
-    ours.stack()
-    ours.cos_sin = cos_sin_cache(config.rope(ours.ratio), max_seq_len, source.sinks.device)
-    ours.eval()
-    shared.settle()
-    return shared

@@ -36,16 +36,16 @@ class CompilableDecoderLayer(hf.DeepseekV4DecoderLayer):
         check_autocast(hidden_states)
         rows, columns = hidden_states.shape[:2]
         streams = hidden_states.flatten(0, 1)
-        y, post, comb = _ops.mhc_pre(streams, *_mix(self.attn_hc, self.input_layernorm))
+        y, post, comb = _ops.mhc_pre(streams, *mix_of(self.attn_hc, self.input_layernorm))
         output, _ = self.self_attn(y.view(rows, columns, -1), **kwargs)
-        mix = _mix(self.ffn_hc, self.post_attention_layernorm)
+        mix = mix_of(self.ffn_hc, self.post_attention_layernorm)
         streams, y, post, comb = _ops.mhc_boundary(streams, output.flatten(0, 1), post, comb, *mix)
         output = self.mlp(y.view(rows, columns, -1), input_ids=input_ids)
         streams = _ops.mhc_post(streams, output.flatten(0, 1), post, comb)
         return streams.view_as(hidden_states)
 
 
-def _mix(hc: Any, norm: Any) -> tuple[Any, ...]:
+def mix_of(hc: Any, norm: Any) -> tuple[Any, ...]:
     """Return the arguments of `mhc_pre` that a hyper-connection and the norm after it hold."""
     return hc.fn, hc.base, hc.scale, norm.weight, norm.variance_epsilon, hc.hc_eps, hc.hc_sinkhorn_iters
 

@@ -16,8 +16,9 @@ from ...runtime import Statistics, mark_static_inputs, padded_buckets
 from ...runtime.addresses import AddressCheck, named_tensors
 from ...runtime.repeated_layers import writes_out
 from ...sizes import shown
+from ..model.cache import cache_like
 from ..model.call_checks import check_call
-from ..model.causal_lm import CompilableForCausalLM, cache_like
+from ..model.causal_lm import CompilableForCausalLM
 from ..model.unchanged_block import has_block
 from .requests import Progress
 from .running_steps import DecodeTokens, Part, PrefillTokens, with_repeated
