@@ -118,6 +118,7 @@ PRIVATE: dict[str, PrivateName] = {
     "counters": PrivateName("torch._dynamo.utils", "counters", "torch's counts, restored after explain()"),
     "ReinplaceCounters": PrivateName("torch._dynamo.utils", "ReinplaceCounters", "mutations that became copies"),
     "CompileContext": PrivateName("torch._guards", "CompileContext", "id of the current compilation"),
+    "free_pinned": PrivateName("torch._C", "_host_emptyCache", "returns pinned memory of a load to the system"),
     "TensorGuards": PrivateName("torch._C._dynamo.guards", "TensorGuards", "compares many tensors in one call"),
     "module_hooks": PrivateName("torch.nn.modules.module", "", "hooks of all modules"),
     "lookup_backend": PrivateName("torch._dynamo", "lookup_backend", "function of a backend's name"),
@@ -377,22 +378,6 @@ def check_transformers() -> None:
         why=f"it has renamed the cache, which was {' or '.join(CACHE_NAMES)}",
         fix=f"pip install 'transformers>={first},<{TRANSFORMERS_LAST[0]}.{TRANSFORMERS_LAST[1] + 1}'",
     )
-
-
-def register_recorded_outputs(model: Any) -> None:
-    """Let transformers record hidden states and router logits of `model`, a class that it did not construct."""
-    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
-
-    # Older versions have a plain dict there, which does not name the class of its keys itself.
-    registry: Any = _CAN_RECORD_REGISTRY
-    registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs
-
-
-def record_outputs(model: Any) -> None:
-    """Install the hooks that record hidden states and router logits, which a compiled forward cannot do itself."""
-    from transformers.utils.output_capturing import maybe_install_capturing_hooks
-
-    maybe_install_capturing_hooks(model)
 
 
 def kept_in_float32(model: Any, name: str) -> bool:

@@ -2,12 +2,14 @@
 
 The file is not mapped: one that shrinks while it is read raises E209, where a mapping would end the process. Size,
 inode, time and header of the open file are those seen before, so that every tensor has the shape that was planned.
+Reads name their offset, so several threads may read one file at the same time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ class Reader:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._chunk: Tensor | None = None
+        self._one = threading.Lock()  # for systems where a read has no offset
 
     def __enter__(self) -> Reader:
         source = self.source
@@ -54,8 +57,12 @@ class Reader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *fault: Any) -> None:
+        self.close(compare=kind is None)
+
+    def close(self, *, compare: bool = True) -> None:
+        """Close the file; before it, raise E209 if the file has changed, unless a failure is under way."""
         try:
-            if kind is None:
+            if compare:
                 self._check_unchanged()
         finally:
             self._file.close()
@@ -64,13 +71,13 @@ class Reader:
         """Return a tensor of this file, or the part of it that `part` selects, in new memory on the CPU."""
         dtype = DTYPES[stored.dtype]
         if not part:
-            return self._fill(torch.empty(stored.shape, dtype=dtype, device="cpu"), stored, 0)
+            return self.fill(torch.empty(stored.shape, dtype=dtype, device="cpu"), stored, 0)
         first, rest = part[0], part[1:]
-        begin, count = _rows(first, stored.shape[0])
+        begin, count = rows_of(first, stored.shape[0])
         if rest and len(stored.shape) > 2 and count > 1:  # only the parts of each matrix are read
             return torch.stack([self.read(stored, (begin + i, *rest)) for i in range(count)])
         value = torch.empty((count, *stored.shape[1:]), dtype=dtype, device="cpu")
-        self._fill(value, stored, begin * (stored.nbytes // stored.shape[0]))
+        self.fill(value, stored, begin * (stored.nbytes // stored.shape[0]))
         selected: Index = (0 if isinstance(first, int) else slice(None), *rest)
         return value[selected]
 
@@ -78,7 +85,7 @@ class Reader:
         """Copy a tensor, or the part of it that `part` selects, to `destination`, which has exactly its shape."""
         contiguous = not part or (len(part) == 1 and isinstance(part[0], slice))
         dtype = DTYPES[stored.dtype]
-        rows = _rows(part[0], stored.shape[0]) if part and contiguous else (0, stored.shape[0] if stored.shape else 1)
+        rows = rows_of(part[0], stored.shape[0]) if part and contiguous else (0, stored.shape[0] if stored.shape else 1)
         shape = (rows[1], *stored.shape[1:]) if stored.shape else ()
         if not contiguous or not stored.nbytes:
             value = self.read(stored, part)
@@ -89,7 +96,7 @@ class Reader:
         height = stored.nbytes // (stored.shape[0] if stored.shape else 1)
         offset = rows[0] * height
         if destination.device.type == "cpu" and destination.dtype is dtype and destination.is_contiguous():
-            self._fill(destination, stored, offset)
+            self.fill(destination, stored, offset)
             return
         if not stored.shape or height > CHUNK:
             destination.copy_(self.read(stored, part))
@@ -98,7 +105,7 @@ class Reader:
         for row in range(0, rows[1], step):
             count = min(step, rows[1] - row)
             chunk = self._buffer(destination)[: count * height].view(dtype).view(count, *stored.shape[1:])
-            destination[row : row + count].copy_(self._fill(chunk, stored, offset + row * height))
+            destination[row : row + count].copy_(self.fill(chunk, stored, offset + row * height))
 
     def _buffer(self, destination: Tensor) -> Tensor:
         if self._chunk is None:
@@ -106,24 +113,32 @@ class Reader:
             self._chunk = torch.empty(CHUNK, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._chunk
 
-    def _fill(self, tensor: Tensor, stored: Stored, offset: int) -> Tensor:
-        """Read the bytes of `stored` from `offset` on into a contiguous tensor on the CPU."""
+    def fill(self, tensor: Tensor, stored: Stored, offset: int) -> Tensor:
+        """Read the bytes of `stored` from `offset` on into a contiguous tensor on the CPU; for any thread."""
         size = tensor.nbytes
         check(offset + size <= stored.nbytes, "E209", got=f"{stored}, of which {size} bytes are asked at {offset}")
         if not size:
             return tensor
         memory = memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
-        self._file.seek(self.source.data + stored.begin + offset)
+        position = self.source.data + stored.begin + offset
         done = 0
         while done < size:
             try:
-                count = self._file.readinto(memory[done:])
+                count = self._read(memory[done:], position + done)
             except OSError as fault:
                 raise error("E209", got=f"{stored} cannot be read", why=str(fault), fix=_FIX) from None
             if not count:
                 raise error("E209", got=f"{stored} ends after {done} of {size} bytes", why="it shrank", fix=_FIX)
             done += count
         return tensor
+
+    def _read(self, memory: memoryview, position: int) -> int:
+        """Read bytes from `position` on and return their number, fewer than fit near the end of the file."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [memory], position)
+        with self._one:
+            self._file.seek(position)
+            return self._file.readinto(memory) or 0
 
     def _check_unchanged(self) -> None:
         now, before = Identity.of(self._file.fileno()), self.source.identity
@@ -152,7 +167,7 @@ def read_ahead(sources: list[Source]) -> None:
             os.close(descriptor)
 
 
-def _rows(index: int | slice, size: int) -> tuple[int, int]:
+def rows_of(index: int | slice, size: int) -> tuple[int, int]:
     """Return the first of the rows that `index` selects, and their number."""
     if isinstance(index, int):
         return index, 1

@@ -1,4 +1,4 @@
-"""Private names of transformers: no other file uses the conversions that it writes and reads checkpoints by."""
+"""Private names of transformers: conversions of checkpoints that it writes and reads, and outputs that it records."""
 
 from __future__ import annotations
 
@@ -55,3 +55,19 @@ def save_as_quantised(model: Any) -> None:
             )
             conversions.append(scales)
     setattr(model, _CONVERSIONS, conversions)
+
+
+def register_recorded_outputs(model: Any) -> None:
+    """Let transformers record hidden states and router logits of `model`, a class that it did not construct."""
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    # Older versions have a plain dict there, which does not name the class of its keys itself.
+    registry: Any = _CAN_RECORD_REGISTRY
+    registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs
+
+
+def record_outputs(model: Any) -> None:
+    """Install the hooks that record hidden states and router logits, which a compiled forward cannot do itself."""
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    maybe_install_capturing_hooks(model)

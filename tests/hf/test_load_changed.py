@@ -169,7 +169,7 @@ def test_a_shard_that_changes_while_it_is_read_is_named(
 ) -> None:
     """A mapped file that shrinks would end the process with SIGBUS."""
     folder = official.copied(good, tmp_path / "changing")
-    shard, fill = shard_with(folder, PREFIX), Reader._fill
+    shard, fill = shard_with(folder, PREFIX), Reader.fill
     waiting = [shard]
 
     def change(reader: Reader, *args: Any) -> Tensor:
@@ -178,7 +178,7 @@ def test_a_shard_that_changes_while_it_is_read_is_named(
             CHANGES[case](waiting.pop())
         return tensor
 
-    monkeypatch.setattr(Reader, "_fill", change)
+    monkeypatch.setattr(Reader, "fill", change)
     with pytest.raises(DSV4Error, match=r"\[E209\]") as caught:
         hf.load(folder, max_batch_size=1, max_seq_len=64, device="cpu")
     assert shard.name in str(caught.value) and not waiting

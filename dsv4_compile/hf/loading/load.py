@@ -1,17 +1,14 @@
 """Loading of a checkpoint folder into a converted model (`load`), tensor by tensor to its final place on the device.
 
 Everything that headers can tell is checked before anything is allocated. Then parameters are allocated, those that
-convert stacks as rows of one matrix, and filled file by file, each tensor by reads into its memory.
+convert stacks as rows of one matrix, and filled by threads, each tensor by reads into its memory (`fill`).
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,24 +16,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ... import progress
 from ...cache import CacheFormat, PagedCaches
-from ...checkpoints.header import DTYPES, Source, Stored
-from ...checkpoints.reader import Reader, read_ahead
+from ...checkpoints.header import Stored
+from ...checkpoints.reader import Reader
 from ...config import DeepseekV4Config
 from ...errors import DSV4Error, check, error
-from ...loading import check_scales, hf_name
+from ...loading import hf_name
 from ...modules import DeepseekV4Attention
 from ...modules.linear import Linear
 from ...parallel import Ranks, watchdog
-from ...reference.moe.expert_weights import dequantize_expert
 from ...sizes import check_optional_size, check_size, free_memory
 from ..model.arguments import check_flags
 from ..model.convert import convert
 from ..model.split import check_splittable, on_all_ranks
 from .checkpoint import Checkpoint, Problems, read_checkpoint
+from .fill import fill
 from .folder_config import generation_config
-from .placement import Piece, Placement, hf, place, targets
+from .placement import Placement, hf, place, targets
 from .split_load import split_placement
 
 if TYPE_CHECKING:
@@ -44,9 +40,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("dsv4_compile.hf")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_MEGA, _GIGA = 10**6, 10**9
-_NOTE_SECONDS = 2.0
-"""Seconds between two reports of the rate, so that a log gets few lines."""
+_GIGA = 10**9
 
 
 @on_all_ranks
@@ -82,7 +76,9 @@ def load(
             see `convert`.
         mesh, expert_layout, collectives, rank_timeout: see `convert`. A rank reads and allocates its part alone.
 
-    Memory holds the weights and, while they are read, pages of one file and one tensor. Parameters need no gradient.
+    Memory holds the weights and, while they are read, at most 16 MiB for each thread that reads, pinned for a GPU, and
+    one tensor that is converted. Threads are as many as CPUs that the process may use, at most 16. The log (INFO) and
+    the progress say where the seconds went. Parameters need no gradient.
 
     Raises, before anything is allocated: E209 for a folder that is incomplete or damaged, E207 for tensors that do not
     fit the configuration, E205 for another model, E210 if weights and caches do not fit into the device's memory.
@@ -102,6 +98,7 @@ def load(
         why="weights that are made there could not be moved or replaced",
         fix="load outside, and run the model inside",
     )
+    begin = time.monotonic()
     checkpoint = read_checkpoint(path)
     try:
         placement = place(checkpoint, dtype=dtype, dequantize=dequantize)
@@ -124,8 +121,11 @@ def load(
     model = placement.model
     if placement.tied is not None:
         _check_tied(checkpoint, placement.tied)
+    planned = time.monotonic()
     allocate(placement, ours, place_on)
-    fill(placement, checkpoint.sources, place_on)
+    allocated = time.monotonic()
+    filled = fill(placement, checkpoint.sources, place_on)
+    read = time.monotonic()
     model.config.name_or_path = str(checkpoint.folder)
     model.generation_config = generation or model.generation_config
     options: dict[str, Any] = {
@@ -138,7 +138,13 @@ def load(
         "rank_timeout": rank_timeout,
     }
     with place_on:  # whatever the caller's default device is
-        return convert(model.eval(), **sizes, **options, attention_only=attention_only)
+        converted = convert(model.eval(), **sizes, **options, attention_only=attention_only)
+    _log.info(
+        "%s: %.2f GB on %s; headers %.1f s, allocation %.1f s, weights %.1f s (%s), conversion %.1f s",
+        *(checkpoint.folder, filled.nbytes / _GIGA, place_on, planned - begin, allocated - planned),
+        *(read - allocated, filled, time.monotonic() - read),
+    )
+    return converted
 
 
 def describe_drafts(checkpoint: Checkpoint) -> str:
@@ -251,90 +257,3 @@ def _stacks(placement: Placement, config: DeepseekV4Config) -> Iterator[list[str
         for group in groups:
             for _, alike in groupby(group, lambda name: placement.dtypes[name]):
                 yield list(alike)
-
-
-def fill(placement: Placement, sources: Mapping[Path, Source], device: torch.device) -> None:
-    """Read every piece of a checkpoint into its place, one file after the other."""
-    places = {name: tensor.detach() for name, tensor in targets(placement.model)}
-    experts = placement.model.config.n_routed_experts
-    pieces = sorted(placement.pieces, key=lambda piece: (piece.stored.file, piece.stored.begin))
-    files = sorted({piece.stored.file for piece in pieces})
-    total = sum(stored.nbytes for stored in {piece.stored for piece in pieces})
-    with progress.stage("load", total // _MEGA) as work:
-        rate = _Rate(work)
-        for file, group in groupby(pieces, lambda piece: piece.stored.file):
-            rate.begin(file)
-            after = files.index(file) + 1
-            _start_reading([sources[other] for other in files[after - 1 : after + 1]])
-            with ExitStack() as stack:
-                readers: dict[Path, Reader] = {}  # this file's, and those of files with its scales
-                for piece in group:
-                    for stored in filter(None, (piece.stored, piece.scale)):
-                        if stored.file not in readers:
-                            readers[stored.file] = stack.enter_context(Reader(sources[stored.file]))
-                    destination = places[piece.target][piece.into]
-                    rate.count(_fill_piece(piece, destination, readers))
-                    if not destination.is_floating_point() and destination.dtype is torch.int64:
-                        _check_table(piece.stored, destination, experts)
-        rate.report()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # kernels that load weights early (PDL) rely on no copy being under way
-
-
-def _fill_piece(piece: Piece, destination: Tensor, readers: Mapping[Path, Reader]) -> int:
-    """Read one piece into `destination` and return its bytes."""
-    reader = readers[piece.stored.file]
-    if piece.scale is None:
-        if DTYPES[piece.stored.dtype] in (torch.uint8, torch.int8):
-            reader.copy(piece.stored, piece.part, destination.view(DTYPES[piece.stored.dtype]))
-        else:
-            reader.copy(piece.stored, piece.part, destination)
-        if piece.target.endswith("_scale_inv"):
-            check_scales(destination, str(piece.stored))
-        return destination.numel() * DTYPES[piece.stored.dtype].itemsize
-    value = reader.read(piece.stored, piece.part).to(destination.device)
-    scale = readers[piece.scale.file].read(piece.scale, piece.scale_part)
-    check_scales(scale, str(piece.scale))
-    weight = dequantize_expert(value, scale.to(destination.device))[piece.kept]
-    check(weight.shape == destination.shape, "E207", got=f"{piece.stored} of another shape than its place")
-    destination.copy_(weight)
-    return value.nbytes
-
-
-def _check_table(stored: Stored, table: Tensor, experts: int) -> None:
-    """Raise E207 for a routing table with experts that do not exist, which kernels would read beyond the weights."""
-    low, high = int(table.min()), int(table.max())
-    check(low >= 0 and high < experts, "E207", got=f"{stored} with experts {low} to {high}", why=f"there are {experts}")
-
-
-def _start_reading(sources: list[Source]) -> None:
-    """Start a thread that lets the operating system read files into its cache while others are copied."""
-    if hasattr(os, "posix_fadvise"):
-        thread = threading.Thread(target=read_ahead, args=(sources,), name="dsv4-read-ahead", daemon=True)
-        thread.start()  # the call may wait for the disk
-
-
-class _Rate:
-    """Report of loading: megabytes done, GB/s and the file, at each file and every few seconds."""
-
-    def __init__(self, work: progress.Stage) -> None:
-        self._work = work
-        self._started = self._reported = time.monotonic()
-        self._bytes = self._steps = 0
-        self._file = ""
-
-    def begin(self, file: Path) -> None:
-        self._file = file.name
-        self.report()
-
-    def count(self, nbytes: int) -> None:
-        self._bytes += nbytes
-        if time.monotonic() - self._reported > _NOTE_SECONDS:
-            self.report()
-
-    def report(self) -> None:
-        self._reported = time.monotonic()
-        steps = self._bytes // _MEGA - self._steps
-        self._steps += steps
-        rate = self._bytes / _GIGA / max(self._reported - self._started, 1e-9)
-        self._work.advance(f"MB, {rate:.2f} GB/s, {self._file}", steps)

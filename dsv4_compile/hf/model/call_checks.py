@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..._compat import RecompileLimit, TorchDynamoException, eval_frame, record_outputs
+from ..._compat import RecompileLimit, TorchDynamoException, eval_frame
 from ...errors import DSV4Error, check, error, fail
 from ...runtime.addresses import compared
 from ...runtime.repeated_layers import handed
+from .._compat import record_outputs
 from .cache import CACHE_NAME, OWN_CACHE, RESIZE, STALE, CacheHandle, PagedCache, given_cache
 from .call_results import inference_only, with_cache
 from .generate_call import LOCK, current, take_own

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..._compat import check_transformers, device_architecture, register_recorded_outputs
+from ..._compat import check_transformers, device_architecture
 from ...cache import CacheFormat
 from ...config import DeepseekV4Config
 from ...errors import check
 from ...parallel import Ranks, attention_config, watchdog
 from ...selection import proven
 from ...sizes import check_optional_size, check_size
-from .._compat import save_as_quantised
+from .._compat import register_recorded_outputs, save_as_quantised
 from . import adapters, split
 from .arguments import check_flags
 from .cache import RESIZE, PagedCache, cache_like
