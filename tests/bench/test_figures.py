@@ -56,6 +56,20 @@ def test_a_table_of_numbers_is_a_block_of_figures(page: Path) -> None:
     assert [cell for cell in cells if re.match(r"\d+([.,]\d+)?( (us|ms|s|/).*)?$", cell)] == []
 
 
+def test_a_claim_has_the_numbers_of_the_tables_of_its_section() -> None:
+    introduction, *sections = re.split(r"(?m)^## ", PERFORMANCE.read_text())
+    whole = next(section for section in sections if section.startswith("Whole models"))
+    wrong, count = [], 0
+    for text in (introduction + whole, *sections):
+        tables = "".join(re.findall(r"(?s)<!-- figures: \S+ -->(.*?)<!-- end -->", text))
+        claims = re.sub(r"(?s)<!-- figures: \S+ -->.*?<!-- end -->", "", text)
+        claims = re.sub(r"(?m)^\[\^\w+\]: .*\n( {4}.*\n)*", "", claims)  # footnotes
+        numbers = re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)", claims)
+        count += len(numbers)
+        wrong += [number for number in numbers if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", tables)]
+    assert wrong == [] and count > 5
+
+
 def test_every_row_of_a_record_says_when_and_of_which_commit_and_warm_from_cold() -> None:
     for path in sorted(figures.RESULTS.iterdir()):
         record = json.loads(path.read_text())
