@@ -29,7 +29,7 @@ ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
 ACT_TILE = tl.constexpr(_ACT_TILE)
 SCALES_PER_WORD = tl.constexpr(_SCALES_PER_WORD)
 ONE_HEAD_ROWS, TWO_HEAD_ROWS = 768, 4096
-"""Heads of all tokens up to which a program takes one head, or two; above, four with quantisation."""
+"""Most heads of all tokens for one head per program, and for two; above, four with quantisation."""
 BY_TILE_REGISTERS = 72
 """Register limit of the kernel that goes tile by tile: 28 warps fit an SM. With 64, loads of scales serialise."""
 
@@ -211,7 +211,7 @@ def inv_rope_fp8_quant_by_tile_kernel(
     SHAPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantise several rows tile by tile; heads are SCALES_PER_WORD tiles, of which only the last is rotated.
+    """Quantise several rows tile by tile; heads are SCALES_PER_WORD tiles, only the last one rotated.
 
     This needs fewer instructions and registers than whole rows do, so that loads do not wait for each other. Rows past
     the last token or head repeat it, and are not stored.

@@ -392,7 +392,7 @@ def store_addresses(window, extra, boundary, block, slot, place, BLOCK_N: gl.con
 
 @gluon.jit
 def prefetch_block(window, extra, boundary, block, rows, scales, PLAIN: gl.constexpr = False):
-    """Prefetch the keys of a block whose addresses are stored."""
+    """Prefetch the keys of a block from their stored addresses."""
     p_words = gl.where(block < boundary, window.p_words, extra.p_words)
     row = rows.load(LINE_KEY)
     prefetch_rows(p_words, row, row if PLAIN else scales.load(LINE_KEY), LINES, PLAIN)

@@ -32,7 +32,7 @@ from ..hopper.gluon import FLAT, reinterpret, thread_barrier
 from ..hopper.quant import MANTISSA_BITS, UE8M0_BIAS, quantize_ue8m0
 from .kv_load_sm90 import CACHED
 
-# Keeps the loop in whose body it stands from being unrolled; in a function that the loop calls it has no effect.
+# Keeps the loop around it from being unrolled; in a function that the loop calls it has no effect.
 NO_UNROLL = gl.constexpr('.pragma "nounroll"; mov.u32 $0, 0;')
 D = gl.constexpr(layout.HEAD_DIM)
 HALF = gl.constexpr(layout.HEAD_DIM // 2)
@@ -170,7 +170,7 @@ def column_blocks(tile, WIDTH: gl.constexpr):
 
 @triton.constexpr_function
 def _query_block(count: int) -> int:
-    """Return the width of the column blocks in which `count` heads are normed: a row has a thread for eight columns."""
+    """Return the width of the column blocks for the norm of `count` heads: a row has a thread for eight columns."""
     return 64 if count >= 16 else 128
 
 
@@ -397,7 +397,7 @@ def _finished_tiles(q_tile, FIRST: gl.constexpr):
 
 @gluon.jit
 def _unit(acc, factor):
-    """Return the power of two in which finite numbers of a row of `acc * factor` are below 2^15, and its inverse."""
+    """Return the power of two that scales finite numbers of a row of `acc * factor` are below 2^15, and its inverse."""
     # Infinity times zero is NaN, and a maximum ignores NaN.
     top = gl.max(gl.abs(gl.fma(acc, gl.zeros_like(acc), acc)), 1) * factor
     exponent = (top.to(gl.int32, bitcast=True) >> MANTISSA_BITS) & 255

@@ -361,7 +361,7 @@ MAX_PROGRAMS = 132
 """Largest launch of longer rows split into single blocks: one program for each SM of an H200."""
 TILE = 16
 SHORT = 256
-"""Keys up to which a row is short."""
+"""Most keys of a short row."""
 MAX_TILES, MIN_TILES = 256, 4
 """Tiles of 16 heads of all tokens, with short rows: more run the kernel for many tokens, fewer are narrow."""
 

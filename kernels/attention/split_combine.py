@@ -96,7 +96,7 @@ def split_plan(
 def split_count(programs: int, blocks: int, gpu: Gpu) -> int:
     """Return into how many splits the `blocks` of a token's keys go, so that `programs` fill the GPU at most once.
 
-    The fewest whose largest is as small as it can be: 18 blocks on 8 SMs make 6 splits of 3 blocks.
+    The fewest with the smallest possible maximum: 18 blocks on 8 SMs make 6 splits of 3 blocks.
     """
     most = max(1, gpu.sms // programs)
     return max(1, cdiv(blocks, max(1, cdiv(blocks, most))))
@@ -175,7 +175,7 @@ def combine_splits_kernel(
     row = tl.program_id(0).to(tl.int64)
     local, head = row // H, row % H
     token = first_token + local
-    # Dims in rows whose numbers have one unit.
+    # Dims of a row that share one unit.
     ROWS: tl.constexpr = 1 if p_partial_unit is None else 2
     COLUMNS: tl.constexpr = BLOCK_D // ROWS
     o_row = tl.arange(0, ROWS)

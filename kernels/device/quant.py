@@ -19,7 +19,7 @@ MANTISSA_BITS = tl.constexpr(23)
 MANTISSA = tl.constexpr((1 << 23) - 1)
 SUBNORMAL_HALF = tl.constexpr(1 << 22)  # bits of 2^-127, the inverse of the largest scale
 NAN_BITS = tl.constexpr(0x7FC00000)
-FP8_CAPABILITY = (8, 9)  # the first NVIDIA GPUs for which Triton converts to e4m3
+FP8_CAPABILITY = (8, 9)  # the first NVIDIA GPUs with Triton's conversion to e4m3
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _conversion_saturates() -> bool:
 
 @triton.jit
 def scaled_e4m3(x):
-    """Convert float32 `x` to e4m3 with saturation; clamps only on targets whose conversion does not saturate."""
+    """Convert float32 `x` to e4m3 with saturation; clamps only where the conversion does not saturate."""
     return x.to(tl.float8e4nv) if _conversion_saturates() else e4m3(x)
 
 

@@ -1,6 +1,6 @@
 """Interleaved RoPE as Triton functions.
 
-A vector of D elements, D even, is D / 2 pairs of neighbours, of which the last ROPE / 2 are rotated. Both elements of a
+A vector of D elements, D even, is D / 2 pairs of neighbours; the last ROPE / 2 are rotated. Both elements of a
 pair are in one thread, so that a rotation moves nothing between threads and reads each element once.
 """
 

@@ -1,4 +1,4 @@
-"""The first byte of a tensor, for launchers whose loads need an alignment."""
+"""The address of a tensor's first byte, for launchers that need aligned loads."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def prepare_builds() -> None:
 
 @functools.cache
 def describe_any_kernel() -> None:
-    """Let Triton describe kernels whose constants are no JSON, such as a dataclass.
+    """Let Triton describe kernels with constants that JSON lacks, such as a dataclass.
 
     Once a build hook is set, as vLLM does, Triton describes every kernel as JSON and raises TypeError for constants
     that JSON does not have. Such constants are described by their `repr`.

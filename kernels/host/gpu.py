@@ -25,7 +25,7 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Return the GPU of `device`. A CPU, on which the interpreter runs, counts as a GPU of 8 SMs."""
+    """Return the GPU of `device`. A CPU, for the interpreter, counts as a GPU of 8 SMs."""
     if device.type != "cuda":
         return Gpu("interpreter", 0, 8)
     sms = torch.cuda.get_device_properties(device).multi_processor_count

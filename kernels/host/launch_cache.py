@@ -19,7 +19,7 @@ from ..._compat import TorchDispatchMode
 from .launch import recording
 
 ALIGN = 64
-"""Bytes up to which a launcher may look at the alignment of its arguments. Offsets in a storage are not in the key: a
+"""Largest alignment in bytes that a launcher may look for in its arguments. Offsets in a storage are not in the key: a
 launcher may ask for them only where a graph that is being compiled knows no address."""
 MAX_ENTRIES = 256
 """Entries of one launcher, before all are dropped: prompts have many sizes."""
@@ -72,7 +72,7 @@ class Entry(NamedTuple):
     result: Callable[[list[Tensor]], Any]
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        """Launch for `args`, whose key is that of the recorded call."""
+        """Launch for `args` with the key of the recorded call."""
         tensors = [make() for make in self.makes]
         addresses = [args[i].data_ptr() for i in self.inputs]
         addresses += [x.data_ptr() for x in tensors]

@@ -18,7 +18,7 @@ import triton.language as tl
 from .gpu import Gpu, gpu_of
 
 PDL_CAPABILITY = 90
-"""Compute capability from which GPUs support PDL."""
+"""Lowest compute capability with PDL."""
 MAX_CTAS_PER_SM = 16
 """Largest launch that uses PDL, in CTAs per SM."""
 
@@ -34,7 +34,7 @@ def pdl_option(enabled: bool) -> dict[str, bool]:
 
 
 def pdl_arguments(device: torch.device, programs: int) -> dict[str, bool]:
-    """Return constant and option for a launch of `programs` CTAs whose kernel begins with `pdl_prologue(PDL)`."""
+    """Return constant and option for a launch of `programs` CTAs of a kernel that begins with `pdl_prologue(PDL)`."""
     gpu = gpu_of(device)
     enabled = supports_pdl(gpu) and programs <= MAX_CTAS_PER_SM * gpu.sms
     return {"PDL": enabled, **pdl_option(enabled)}

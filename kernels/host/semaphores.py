@@ -1,4 +1,4 @@
-"""Semaphores in global memory by which the last CTA of a tile finds that it is the last; zero between launches.
+"""Semaphores in global memory that tell the last CTA of a tile that it is the last; zero between launches.
 
 The last CTA resets its semaphore, so no launch is needed to clear them. Launches that may overlap must not use the same
 ones: launches on a stream follow each other, and a captured launch gets semaphores that no other launch ever gets.
@@ -24,7 +24,7 @@ STREAM_SHARE = 1024
 
 @triton.constexpr_function
 def _wait_for_stores() -> str:
-    """Return the instruction by which an AMD wave waits for its stores; "" elsewhere."""
+    """Return the instruction that makes an AMD wave wait for its stores; "" elsewhere."""
     target = current_target()
     if target is None or target.backend != "hip":
         return ""

@@ -40,7 +40,7 @@ STREAMS = 4
 MAX_DIM = 16384
 """Most channels of a stream: one program norms a row in its registers."""
 MAX_ONE_LAUNCH = 8
-"""Most tokens of one launch, of which each reads all of `fn`."""
+"""Most tokens of one launch: each token's programs read all of `fn`."""
 CHANNELS = 128
 """Channels of a slice for each 4 warps: a warp then adds up all slices of a token of up to 8192 channels."""
 TILE_TOKENS = 16
@@ -49,7 +49,7 @@ FEW_TOKENS = 256
 """Most tokens of a launch that leaves SMs idle: its programs take few and large steps, with more warps for more than
 `FEW_TOKENS // 4` tokens, and others compute coefficients, whose Sinkhorn iteration takes as long as the rest."""
 COEFFICIENTS_TOKENS = 32
-"""Tokens whose coefficients a program computes, where they are not few."""
+"""Tokens per program that computes coefficients, unless they are few."""
 FEW_CHANNELS = 128
 """Channels of a step of a program of so few tokens."""
 MANY_TILE_TOKENS, MANY_STEP, MANY_STAGES = 64, 32, 2
@@ -57,7 +57,7 @@ MANY_TILE_TOKENS, MANY_STEP, MANY_STAGES = 64, 32, 2
 MANY_TOKENS, MANY_CHANNELS = 1024, 256
 """Most tokens with slices of MANY_CHANNELS, so that every SM has a program; slices of more are twice as large."""
 FN_PARTS = 3
-"""bfloat16 numbers whose sum is a float32 of `fn`."""
+"""bfloat16 summands of a float32 of `fn`."""
 FN_COLUMNS = 256
 """Columns of `fn` that a program rounds."""
 REGION_BYTES = 1024
@@ -97,7 +97,7 @@ class ManyShape(NamedTuple):
 
     Attributes:
         tokens, step: tokens of a tile, and channels of a step.
-        parts: bfloat16 numbers whose sum is a float32 of `fn`.
+        parts: bfloat16 summands of a float32 of `fn`.
         ptx: whether PTX is compiled.
     """
 

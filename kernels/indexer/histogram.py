@@ -12,7 +12,7 @@ import triton.language as tl
 GROUP = tl.constexpr(8)
 """Neighbouring bins that a thread reads at once."""
 LISTED = tl.constexpr(32)
-"""Most keys of which `nth_largest` finds one: one for each thread of a warp."""
+"""Most keys for `nth_largest`: one for each thread of a warp."""
 _SPARE = 176
 """Bytes after the counters: three words of `read_one`, number of keys on the list, 32 keys, and two extents."""
 _EXTENTS = tl.constexpr(160)

@@ -32,7 +32,7 @@ KEY_BYTES = 4
 PROGRAMS = 512
 """Scoring programs for paged keys: about as many as an H200 runs at a time. With fewer tokens, contexts are split."""
 RAGGED_PROGRAMS = 1024
-"""Scoring programs for gathered keys, of which two run on an SM at a time on sm_90."""
+"""Scoring programs for gathered keys; on sm_90 an SM runs two at a time."""
 SELECT_TILE = (4096, 8)
 """Keys of a selecting program, and its warps."""
 RAGGED_SELECT_TILE = (4096, 4)
@@ -113,7 +113,7 @@ def score_and_select(
     score_tile: tuple[int, int, int] | None,
     select_tile: tuple[int, int],
 ) -> None:
-    """Fill `selected` `[T, K]` with entries, or with `slots` of them: two launches for tokens whose keys fit."""
+    """Fill `selected` `[T, K]` with entries, or with `slots` of them: two launches if the keys of all tokens fit."""
     tokens, reach = op.q.shape[0], reach_of(op)
     stride = align_up(max(reach, 1), ROW_ALIGN)
     at_a_time = max(1, min(tokens, WORKSPACE_BYTES // (KEY_BYTES * stride)))

@@ -1,4 +1,4 @@
-"""Launcher of `indexer_topk_slots`: the kernels of `indexer_logits_topk`, of which the selecting one writes slots."""
+"""Launcher of `indexer_topk_slots`: the kernels of `indexer_logits_topk`; the selection writes slots."""
 
 from __future__ import annotations
 

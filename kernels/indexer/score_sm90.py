@@ -55,7 +55,7 @@ MAGNITUDE = gl.constexpr(0x7FFFFFFF)
 PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 
 COPIES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
-# A thread has half of two quarters of rows r and r + 8: 32 bytes in a row, of which the swizzle lets a warp read all.
+# A thread has half of two quarters of rows r and r + 8: 32 contiguous bytes; the swizzle lets a warp read all of them.
 KEYS = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]],

@@ -5,8 +5,8 @@
 `indexer_score_kernel` reads paged keys. Entries are the rows of its GEMM and heads the columns, so that the sum over
 heads stays within a few threads; the tiles of a token are split among programs.
 
-`indexer_score_ragged_kernel` reads gathered keys, of which neighbouring tokens share most. Queries are the rows of its
-GEMM and keys the columns, one head after the other: a tile of keys is loaded once for a block of queries and all of
+`indexer_score_ragged_kernel` reads gathered keys, and neighbouring tokens share most of them. Queries are the rows of
+its GEMM and keys the columns, one head after the other: a tile of keys is loaded once for a block of queries and all of
 their heads. A token sees a run of the keys, and its logits begin at the first column.
 
 e4m3 values are exact in float16 and scaled e2m1 values in bfloat16, so products are exact; sums are float32.

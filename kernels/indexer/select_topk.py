@@ -31,7 +31,8 @@ PAD = tl.constexpr(PAD_INDEX)
 RUN = 4
 """Most columns of a run: as many keys as a thread reads at once."""
 MAX_FOLLOWED_TOKENS = 8
-"""Most tokens whose selection lets the next kernel start: with more, its programs spread unevenly over busy SMs."""
+"""Most tokens for which the selection lets the next kernel start: with more, its programs spread unevenly over busy
+SMs."""
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def _choose(key, boundary, equal, THREADS: tl.constexpr):
 
 @triton.jit
 def _pad_row(p_selected, p_count, is_valid, number, mapped, SHAPE: tl.constexpr):
-    """Pad a row of which `number` columns are written, and write how many of them have slots."""
+    """Pad a row after its first `number` columns, and write how many of these have slots."""
     o_k = tl.arange(0, SHAPE.padded_k)
     tl.store(p_selected + o_k, PAD, mask=(o_k >= number) & (o_k < SHAPE.k))
     if SHAPE.page > 0:

@@ -17,9 +17,9 @@ from ..host.pdl import pdl_option, pdl_prologue, supports_pdl
 from .gemm import CLUSTER, FEW_TOKENS, PAIR, SMALL, Operands, grouped_gemm
 
 TORCH_TOKENS = 1024
-"""Fewest tokens for which torch's GEMM is faster than ours."""
+"""Fewest tokens with a faster GEMM of torch's."""
 TORCH_CUDA = (12, 9)
-"""First CUDA of which torch's `scaled_mm` takes block scales; with an older one it raises at the call."""
+"""First CUDA with block scales in torch's `scaled_mm`; with an older one the call raises."""
 TORCH_TOKEN_ALIGN, TORCH_K_BLOCK_ALIGN = 16, 4
 """Multiples of tokens and of K-blocks that `scaled_mm` takes; cuBLAS of torch 2.11 raises for 1027 tokens
 (CUBLAS_STATUS_NOT_SUPPORTED), and wants columns of the weight's scales padded to four."""
@@ -80,13 +80,13 @@ ACT_TILE = tl.constexpr(_ACT_TILE)
 BLOCK_T, BLOCK_S = 4, 8
 """Tokens and tiles of 128 columns per CTA: the scales of neighbouring tokens are contiguous."""
 REGISTERS = 64
-"""Registers per thread, of which 55 are used; without a limit the assembler takes 40, and loads the second half of a
+"""Registers per thread; 55 are used; without a limit the assembler takes 40, and loads the second half of a
 CTA's tiles only after the first."""
 FEW_TOKENS_SM90 = 16
 """Most tokens that the sm_90 GEMM quantizes itself: CTAs that share a K-block of x quantize it each. From 32 tokens on
 that takes longer than a separate launch, which overlaps with copies of the weight."""
 FEW_TOKENS_OF_PAIR = 32
-"""Most tokens for which two GEMMs of one x are one launch that quantizes it, if partial sums fit into clusters."""
+"""Most tokens for two GEMMs of one x in one launch that quantizes it, if partial sums fit into clusters."""
 
 
 @triton.jit(do_not_specialize=["tokens"])

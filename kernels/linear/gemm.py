@@ -35,7 +35,7 @@ SMALL, CLUSTER, LARGE = "linear.gemm_sm90_small", "linear.gemm_sm90_cluster", "l
 PAIR = "linear.gemm_sm90_pair"
 """Modules of the sm_90 kernels: few tokens, clusters of CTAs, many tokens, and two GEMMs in one launch."""
 FEW_TOKENS = 64
-"""Most tokens for which the GEMM is bound by reading the weight."""
+"""Most tokens of a GEMM that is bound by reading the weight."""
 
 
 class Operands(NamedTuple):
@@ -340,5 +340,5 @@ def _launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu) -> None:
 
 
 def _operand(gpu: Gpu) -> tl.dtype:
-    """Return the dtype in which e4m3 operands are multiplied: float16 on AMD, as gfx942 multiplies e4m3fnuz only."""
+    """Return the dtype that e4m3 operands are multiplied in: float16 on AMD, as gfx942 multiplies e4m3fnuz only."""
     return tl.float16 if gpu.backend == "hip" else tl.float8e4nv

@@ -140,7 +140,7 @@ def _store_to_fetch(acc, half: gl.constexpr):
 
 @gluon.jit
 def _store_half(acc, out, place, half: gl.constexpr):
-    """Store one half of the tokens, whose sums are complete."""
+    """Store the complete sums of one half of the tokens."""
     tokens, first_token, _, _, out_column, columns, _, _ = place
     token = half_start(half, first_token, tokens) + gl.arange(0, HALF, gl.SliceLayout(1, acc.type.layout))
     store_sums(acc, token, token < tokens, out, tokens, out_column, columns, 1)
@@ -183,7 +183,7 @@ def _consume_half(
         if alone is None:
             _combine(out, place, part, None, half, SPLITS)
         else:
-            # A loop, because code comes from memory: a CTA whose tile is unsplit stores all pieces.
+            # A loop, because code comes from memory: a CTA with an unsplit tile stores all pieces.
             for number in range(gl.where(alone, 0, part), gl.where(alone, SPLITS, part + 1)):
                 _combine(out, place, number, (alone, part), half, SPLITS)
         # No CTA ends before the others have fetched its partial sums.
@@ -447,7 +447,7 @@ def launch(
 
     Args:
         out_scale: contiguous `[G * N / 128, T]`, with which results are quantized to e4m3.
-        second: x as it is and the second weight `[M, K]`, whose results follow those of `weight` in each row.
+        second: x as it is and the second weight `[M, K]`; its results follow those of `weight` in each row.
     """
     x, x_scale, weight, weight_scale = operands
     tokens, groups, _ = x.shape

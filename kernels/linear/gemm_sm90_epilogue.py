@@ -1,6 +1,6 @@
 """Epilogues of the sm_90 GEMMs: store a tile, and combine the partial sums of a tile's splits.
 
-Partial sums are combined in a fixed order, whatever the order in which they arrive: the same call gives the same bits.
+Partial sums are combined in a fixed order, not in the order of arrival: the same call gives the same bits.
 Throughout, `out` is a tuple of the result pointer, the pointer to the scales of quantized results (float32
 `[G * N / 128, T]`) or None, and the stride of a token; `tile` is tokens, first token, group, number of the block of
 rows, and rows per group; `span` is tokens, first token, number of tokens, first column and remaining columns.
@@ -106,7 +106,7 @@ def combine_in_memory(acc, part, number, tiles, out, partials, tile, SPLITS: gl.
 
 
 MAX_SENT_TOKENS = 32
-"""Largest tile of tokens whose partial sums are sent to mailboxes; those of larger tiles are fetched."""
+"""Largest tile of tokens that sends partial sums to mailboxes; those of larger tiles are fetched."""
 HALF_COMBINERS_TOKENS = range(16, MAX_SENT_TOKENS + 1)
 HALF_COMBINERS_K_BLOCKS = 8
 """Tokens of a tile, and most K-blocks of a CTA, for which only half of the CTAs of a cluster combine: the others end

@@ -184,7 +184,7 @@ def load_x_scales(
 
 @gluon.jit
 def store_rows(x):
-    """Store float32 `x` `[n, width]` in new shared memory whose rows can be loaded one by one."""
+    """Store float32 `x` `[n, width]` in new shared memory, where rows can be loaded one by one."""
     ROWS: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
     flat = gl.allocate_shared_memory(gl.float32, [ROWS * WIDTH], FLAT)

@@ -135,7 +135,7 @@ def _whole_splits(k_blocks: int, each: int) -> int:
 
 
 def k_blocks_of_a_wave(gpu: Gpu, k_blocks: int, k_blocks_2: int, tiles: int, tiles_2: int) -> int:
-    """Return the fewest K-blocks per CTA with which all CTAs, two per SM, run in one wave."""
+    """Return the fewest K-blocks per CTA that let all CTAs, two per SM, run in one wave."""
     most = max(k_blocks, k_blocks_2)
     return next(
         n

@@ -393,7 +393,7 @@ def _ctas_per_sm(gpu: Gpu, block_n: int, tiles: int) -> int:
 
 
 def _most_splits(gpu: Gpu, tiles: int, most: int, ctas_per_sm: int) -> int:
-    """Return the largest cluster size, at most `most`, of which `tiles` run at once; 1 if there is none."""
+    """Return the largest cluster size, at most `most`, such that `tiles` clusters run at once; 1 if there is none."""
     sizes = (size for size in CLUSTER_SIZES if size <= most and tiles <= max_clusters(gpu, size, ctas_per_sm))
     return next(sizes, 1)
 
@@ -432,7 +432,7 @@ def chunk_of(block_m: int, k_blocks: int) -> int:
 
 
 def chunks_of(block_m: int, k_blocks: int) -> int:
-    """Return the number of chunks in which a CTA quantizes its K-blocks of x."""
+    """Return the number of chunks that a CTA quantizes its K-blocks of x in."""
     return cdiv(k_blocks, chunk_of(block_m, k_blocks))
 
 

@@ -33,7 +33,7 @@ WINDOW = tl.constexpr(list(GROUPS).index("window"))
 C128 = tl.constexpr(list(GROUPS).index("c128"))
 
 GROUP_RATIOS = {"c4": CSA_RATIO, "indexer": CSA_RATIO, "c128": HCA_RATIO}
-"""Groups whose slots are those of compressed entries; the others have a slot for each token."""
+"""Groups with a slot for each compressed entry; the others have a slot for each token."""
 GROUP_PAGES = {
     "c4": storage_block_size(CSA_RATIO),
     "c4_state": state_block_size(CSA_RATIO),

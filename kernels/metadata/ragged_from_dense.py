@@ -115,7 +115,7 @@ def ragged_from_dense(indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(rows: Tensor, counts: Tensor, lens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return `flat` and `indptr` of `rows` `[T, W]`, of which row t keeps `counts[t]` indices."""
+    """Return `flat` and `indptr` of `rows` `[T, W]`; row t keeps `counts[t]` indices."""
     tokens, width = rows.shape[0], rows.shape[-1]
     flat = rows.new_empty((tokens * width,), dtype=torch.int32)
     if tokens == 0:

@@ -1,7 +1,7 @@
 """GEMM of a tile of an expert's rows with a tile of tokens, in three weight formats.
 
 The weight is the first operand of the MMA, [rows, K] x [K, tokens]: its rows fill a tensor core however few tokens an
-expert has. MXFP4 is unpacked to bfloat16 in registers, in the order in which wgmma reads its first operand from them,
+expert has. MXFP4 is unpacked to bfloat16 in registers, in the order of wgmma's first operand,
 so that no unpacked weight goes through shared memory (reference/moe/expert_weights.py). e4m3 is widened; its scale
 multiplies the float32 sum of a block of 128 elements of K, or the weights, for many tokens and scales of powers of two.
 """
@@ -17,7 +17,7 @@ from ..device.quant import ue8m0_scale
 
 MX_TILE, WEIGHT_TILE = tl.constexpr(_MX_TILE), tl.constexpr(_WEIGHT_TILE)
 NIBBLES = tl.constexpr(8)  # e2m1 in a 32-bit word
-WORD_COLUMNS = tl.constexpr(128)  # elements of K whose four scales are one word
+WORD_COLUMNS = tl.constexpr(128)  # elements of K with four scales, one word
 FEW_TOKENS = tl.constexpr(64)  # of a tile, up to which sums of a block are multiplied by its scale, not weights
 USUAL_FIRST = tl.constexpr(16)  # byte of the smallest scale, 2^-111, that one multiplication can apply
 USUAL = tl.constexpr(65536.0)  # what such weights lack: one multiplication by scale and 2^126 would exceed bfloat16
@@ -159,7 +159,7 @@ def multiply(
 ):
     """Return float32 [ROWS, TOKENS] of rows of an expert's weight with rows of x.
 
-    MXFP4 rows in the order of a checkpoint meet x in the order in which they are unpacked, interleaved ones x as it is.
+    MXFP4 rows in the order of a checkpoint meet x in the unpacked order, interleaved ones x as it is.
     Scales that are not the usual ones, which no trained weight has, cost the tile a second pass.
     """
     _, p_scale, expert, _, o_row = rows
@@ -205,7 +205,7 @@ def multiply(
 
 @triton.jit
 def swiglu(acc, limit, HALF: tl.constexpr, TOKENS: tl.constexpr):
-    """Return clamped silu(gate) * up, float32 [HALF, TOKENS], of a tile whose first half of rows is gate."""
+    """Return clamped silu(gate) * up, float32 [HALF, TOKENS], of a tile; its first half of rows is gate."""
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, TOKENS]), [1, 2, 0]))
     gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
     up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)

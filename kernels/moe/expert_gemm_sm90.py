@@ -19,7 +19,7 @@ from .expert_operands import SplitRows
 MX_TILE = tl.constexpr(_MX_TILE)
 BLOCK_BYTES = tl.constexpr(64)  # of a row of MXFP4 whose scales are one word
 NOT_FINITE = tl.constexpr(255)  # exponent of infinity and NaN
-SMALLEST = tl.constexpr(8)  # exponent of a row's largest element from which it is scaled fully
+SMALLEST = tl.constexpr(8)  # lowest exponent of a row's largest element that is scaled fully
 EXPONENTS = tl.constexpr(2 * 127 + 7)  # sum of the exponents of that element and of the factor that makes it 2^7
 HALF_UNIT, HIGH_BITS = tl.constexpr(0x80000), tl.constexpr(-0x100000)  # of the three bits that e4m3 keeps of 23
 SUBNORMALS = tl.constexpr(24576.0)  # its last bit, 2^-9, is that of e4m3's subnormals
@@ -173,7 +173,7 @@ def multiply_mxfp4(
     x,  # `SplitRows`
     N: tl.constexpr,
     K: tl.constexpr,
-    SCALE_K: tl.constexpr,  # elements of K for which x has one scale, 64 or K
+    SCALE_K: tl.constexpr,  # elements of K that share a scale of x, 64 or K
     TILE: tl.constexpr,  # `GemmTile`
 ):
     """Return float32 [ROWS, TOKENS] of rows of an expert's MXFP4 weight with rows of x in the order of unpacked rows.

@@ -11,7 +11,7 @@ from ...reference.moe.expert_weights import columns, weight_format
 
 
 def descriptor(weight: Tensor, halves: int, rows: int, block_k: int) -> Any:
-    """Return the TMA descriptor of contiguous `[E, N, K]` whose tile has rows of all `halves` of N."""
+    """Return the TMA descriptor of contiguous `[E, N, K]`, with tiles of rows of all `halves` of N."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     experts, n, k = weight.shape
@@ -25,7 +25,7 @@ class GemmTile(NamedTuple):
     Attributes:
         rows, tokens: of a tile: rows of the weight and tokens that meet them.
         block_k, stages: elements of K of a step, and steps in flight.
-        kind: format of the weight. interleaved: whether MXFP4 rows are in the order in which x is.
+        kind: format of the weight. interleaved: whether MXFP4 rows are in the order of x.
         tma: whether the weight is a TMA descriptor. ptx: whether PTX is compiled.
     """
 

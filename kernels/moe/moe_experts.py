@@ -1,11 +1,10 @@
 """`moe_experts` in two launches: gate, up and SwiGLU, then down and the weighted sum; many places are planned before.
 
 A CTA multiplies a tile of rows of one expert with a tile of its tokens (expert_gemm.py). Few places need no plan: a CTA
-finds those of its expert among all ids. MXFP4 rows in the order of a checkpoint meet x in the order in which they are
-unpacked, which a small launch writes before. The shared expert's tiles are CTAs of the same launches, the first ones.
-`down` writes a row for each place, and the last CTA of a block of columns adds each token's rows in their order: the
-same bits in any order of arrival. Very many tokens are added by a separate launch, and come in passes that bound the
-scratch.
+finds those of its expert among all ids. MXFP4 rows in the order of a checkpoint meet x in the unpacked order, which a
+small launch writes before. The shared expert's tiles are CTAs of the same launches, the first ones. `down` writes a row
+for each place, and the last CTA of a block of columns adds each token's rows in their order: the same bits in any order
+of arrival. Very many tokens are added by a separate launch, and come in passes that bound the scratch.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ FEW_PLACES = 1024
 FEW_TOKENS = 1024
 """Most tokens that the last CTA of a block of columns adds up."""
 EXACT_TOKENS = 128
-"""Most tokens whose experts' results are kept in float32 until they are added; more are kept in bfloat16."""
+"""Most tokens with results of experts in float32 until they are added; those of more are bfloat16."""
 MOST_TOKENS = 16384
 """Tokens of a pass, which bounds the scratch of V4-Flash to 1.6 GB. More tokens come in passes of equal size."""
 MOST_EXPERTS = 1024
 """Experts that a CTA of the plan holds counts of."""
 FEW_CTAS = 8
-"""Most CTAs of 64 rows for an SM, with which MXFP4 has tiles of 64 rows, not 128."""
+"""Most CTAs of 64 rows for an SM; with more, MXFP4 has tiles of 128 rows."""
 MIXED_BLOCK_K = 64
 """K-block of an e4m3 shared expert next to MXFP4 experts: a larger one would leave shared memory for fewer CTAs."""
 REORDERED_COLUMNS = 1024
@@ -89,7 +88,7 @@ def _places(p_order, rank, o_list, end, PLACES_POW2: tl.constexpr, PLAN: tl.cons
 @triton.jit
 def _store_hidden(p_hidden, acc, o_out, mask, first, limit, INNER: tl.constexpr, PERMUTED: tl.constexpr,
                   TILE: tl.constexpr):  # fmt: skip
-    """Store silu(gate) * up of a tile whose first half of rows is gate."""
+    """Store silu(gate) * up of a tile; its first half of rows is gate."""
     HALF: tl.constexpr = TILE.rows // 2
     o_n = first + tl.arange(0, HALF)
     if PERMUTED:
@@ -100,7 +99,7 @@ def _store_hidden(p_hidden, acc, o_out, mask, first, limit, INNER: tl.constexpr,
 
 @triton.jit
 def reorder_kernel(p_out, p_x, x_strides, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
-    """Write columns of a token's x in the order in which rows in the order of a checkpoint are unpacked."""
+    """Write columns of a token's x in the order that a checkpoint's rows have when unpacked."""
     pdl_prologue(PDL)
     token = (tl.program_id(0) // tl.cdiv(HIDDEN, COLUMNS)).to(tl.int64)
     o = tl.program_id(0) % tl.cdiv(HIDDEN, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
@@ -259,7 +258,7 @@ class ExpertTiling(NamedTuple):
 
 
 RESIDENT = {2: (256, 3, 0), 3: (256, 3, 168), 4: (128, 3, 128)}
-"""K-block, stages and registers with which an SM of Hopper holds so many CTAs of 64 MXFP4 rows."""
+"""K-block, stages and registers that let an SM of Hopper hold so many CTAs of 64 MXFP4 rows."""
 
 
 HOPPER_MANY = {

@@ -1,7 +1,7 @@
 """`moe_experts` on Hopper for MXFP4 experts of few tokens each, whose shared expert, if there is one, is e4m3.
 
-Four launches. The first splits each row of x into two e4m3 (expert_gemm_sm90.py), twice: in the order in which MXFP4 is
-unpacked, and as it is for the shared expert; its first CTAs plan the places. `gate_up` and `down` are as in
+Four launches. The first splits each row of x into two e4m3 (expert_gemm_sm90.py), twice: in the order of unpacked
+MXFP4, and as it is for the shared expert; its first CTAs plan the places. `gate_up` and `down` are as in
 moe_experts.py, with the hidden state split, too, with a scale for 64 of its columns, those of one CTA. The last launch
 adds each token's rows up: to find out which CTA is the last would take every CTA of `down` a microsecond.
 """
@@ -31,12 +31,13 @@ MOST_PLACES = 1024
 MOST_EACH = 8
 """Most places for an expert, on average: more would take several tiles of `TOKENS`, each with the weight unpacked."""
 FEW_CTAS = 8
-"""CTAs of 64 rows for an SM up to which bfloat16 is faster: so few launches and CTAs count more than instructions."""
+"""Most CTAs of 64 rows for an SM for which bfloat16 is faster: with so few, launches and CTAs count more than
+instructions."""
 ROWS, HALF = 128, 64
 """Rows of a tile; in `gate_up` half of them are gate, and as many columns of the hidden state have one scale."""
 TOKENS, SHARED_TOKENS = 8, 16
 BLOCK_K, STAGES, REGISTERS = 256, 3, 168
-"""K-block, stages and registers of a thread with which an SM holds three CTAs."""
+"""K-block, stages and registers per thread that let an SM hold three CTAs."""
 SHARED_STAGES = 4
 PLANNED = 16
 """Places that a CTA plans."""

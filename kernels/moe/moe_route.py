@@ -28,7 +28,8 @@ CHUNKS = 8
 BLOCK_D = 64
 """Elements of D per step; a tile of a float32 gate of 64 experts still fits any GPU's shared memory three times."""
 FEW_TOKENS = 1024
-"""Most tokens for which CTAs share D; beyond it CTAs are enough without, and partial sums would be read eight times."""
+"""Most tokens of CTAs that share D; more tokens have enough CTAs without, and partial sums would be read eight
+times."""
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 """Bounds of a row of scores and of a row of ids, which one CTA holds in registers."""
 LOWEST = tl.constexpr(-(2**31))

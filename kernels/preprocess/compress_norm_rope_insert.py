@@ -32,7 +32,7 @@ because each compiles a kernel."""
 FEW_TOKENS = 4
 """Tokens of a program in launches of medium size."""
 TOGETHER = 4
-"""Most tokens whose small windows a program pools at once: one per warp."""
+"""Most tokens per program that pools small windows: one per warp."""
 
 
 class PoolTiling(NamedTuple):
@@ -55,7 +55,7 @@ def window_rows(ratio: int) -> int:
 
 
 def together(ratio: int, dim: int) -> int:
-    """Return the number of neighbouring tokens whose windows a program pools at once.
+    """Return the number of neighbouring tokens per program that pools windows.
 
     It does not depend on the step, because the order of sums may depend on it.
     """

@@ -21,7 +21,7 @@ from ..device.barriers import scheduling_fence
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2_E = tl.constexpr(math.log2(math.e))
 STATE_ALIGN = 16
-"""Alignment in bytes of state rows, from which four columns are one load."""
+"""Alignment in bytes of state rows that allows one load for four columns."""
 ALIGN = tl.constexpr(STATE_ALIGN)
 
 
@@ -176,8 +176,8 @@ def _cached_states(states, page, place, group, o_channel, mask, SHAPE: tl.conste
 def _mixed_states(token, states, projection, block, group, o_channel, back, SHAPE: tl.constexpr):
     """Load states as `_cached_states` does, but from the projection where this step saves them.
 
-    That is the state of the token k rows before, if the slot in which it is saved is the slot that the table has for
-    its position. `back` `[BLOCKS, PLACES]` is -k; `block` is the mask `[N, BLOCKS, PLACES]`, page and place.
+    That is the state of the token k rows before, if it is saved in the slot that the table has for its
+    position. `back` `[BLOCKS, PLACES]` is -k; `block` is the mask `[N, BLOCKS, PLACES]`, page and place.
     """
     RATIO: tl.constexpr = SHAPE.ratio
     GROUPS: tl.constexpr = SHAPE.groups

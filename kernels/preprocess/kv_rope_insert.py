@@ -16,7 +16,7 @@ from ..host.pdl import pdl_arguments, pdl_prologue
 from .insert_rows import Insert, InsertShape, insert_rows
 
 SPREAD_ROWS = 1536
-"""Most rows of which each has a program: few rows spread over all SMs."""
+"""Most rows with one program each: few rows spread over all SMs."""
 
 
 class Strides(NamedTuple):

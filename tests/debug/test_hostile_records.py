@@ -137,7 +137,7 @@ def assert_tame(text: str) -> None:
 
 
 def tricky(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a record in which every text that may be any text is the trick."""
+    """Return a record with the trick in every field that takes any text."""
     kept = ("schema", "graphs", "part", "kind")
     for path in paths(content):
         value = content

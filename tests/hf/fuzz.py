@@ -296,7 +296,7 @@ class World:
         return run
 
     def disturbed(self) -> Callable[[], None]:
-        """Draw a generation in which the caller's code changes a weight, or runs the model, between two steps."""
+        """Draw a generation with code of the caller that changes a weight, or runs the model, between two steps."""
         ids, step = self.ids(self.choose(1, 2), self.choose(2, 13, 40)), self.choose(1, 2, 3)
         change = self.change(f"{name}.weight" for name in CHANGED_BETWEEN_STEPS)
         other = self.without_cache() if self.choose(True, False) else None

@@ -295,7 +295,7 @@ class ChangingWorld(World):
         return run
 
     def batch(self) -> Callable[[], None]:
-        """Draw a running batch of good and hostile requests, of which some are cancelled."""
+        """Draw a running batch of good and hostile requests, and cancel some."""
         slots, chunk = self.choose(1, 2, 4), self.choose(2, 16, 64)
         good = [self.ids(self.choose(1, 5, 20)).tolist() for _ in range(self.choose(1, 3))]
         hostile = self.data.draw(st.lists(st.sampled_from(range(len(HOSTILE) + len(REFUSED))), max_size=3))

@@ -211,7 +211,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], None], **config: Any) -> Path:
-    """Write a copy of a folder whose tensors `change` has edited, as one file without an index."""
+    """Write a copy of a folder as one file without an index, with tensors edited by `change`."""
     target.mkdir()
     tensors = {name: tensor for file in files(source) for name, tensor in load_file(file).items()}
     change(tensors)

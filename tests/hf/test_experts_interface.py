@@ -47,7 +47,7 @@ SILU = type(ACT2FN["silu"])
 
 
 def small(config: PretrainedConfig) -> Any:
-    """Return a random model whose experts weigh enough to be seen in its logits."""
+    """Return a random model with experts that weigh enough to be seen in its logits."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Tests of convert() on models whose attention linears are transformers' FP8 modules."""
+"""Tests of convert() on models with transformers' FP8 modules as attention linears."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from dsv4_compile.modules import DeepseekV4Attention
 from tests.hf import hostile, official, watched_load
 
 IMPORTED = (doctor, folder_report)
-"""Modules that a command imports when it runs, and whose files would count as opened by a folder."""
+"""Modules that a command imports when it runs; their files would count as opened by a folder."""
 
 EVERY = os.environ.get("DSV4_HOSTILE") == "all"
 STEP = {"values": 1 if EVERY else 41, "folders": 1 if EVERY else 7}

@@ -305,7 +305,7 @@ def around(model: Any, *, fullgraph: bool = False, **arguments: Any) -> Any:
 
 
 ROADS: tuple[Callable[..., Any], ...] = (in_place, torch.compile, forward_of, stack_of, around)
-"""Ways in which users compile a model."""
+"""Ways to compile a model."""
 
 
 @pytest.fixture

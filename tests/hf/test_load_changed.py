@@ -79,7 +79,7 @@ def in_place(data: Callable[[bytes], bytes], keep_time: bool = False) -> Callabl
 
 
 def header_of_other_shapes(data: bytes) -> bytes:
-    """Return the bytes of a file whose header describes the same places with other shapes."""
+    """Return the bytes of a file with a header that describes the same places with other shapes."""
     length = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + length])
     entry = next(entry for name, entry in header.items() if name != "__metadata__" and len(entry["shape"]) == 2)

@@ -25,7 +25,7 @@ IDS = [5, 6, 7, 8]
 
 
 class Unprintable:
-    """A value whose text, truth and index raise."""
+    """A value that raises when it is printed, tested or used as an index."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no text")

@@ -56,7 +56,7 @@ def good_requests(model: Any, rng: random.Random) -> list[tuple[list[int], dict[
 
 
 class Storm:
-    """Hostile calls against one batch, each of which leaves other requests alone."""
+    """Hostile calls against one batch that must leave other requests alone."""
 
     def __init__(self, batch: Any, other: Any, rng: random.Random) -> None:
         self.batch, self.other, self.rng = batch, other, rng

@@ -1,4 +1,4 @@
-"""Tests of blocks in which a model does not change: results are as outside of them, and the end tells what did."""
+"""Tests of blocks where a model does not change: results are as outside of them, and the end tells what did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print the counts by which the code base is judged: `python tests/tools/counts.py [ROOT]`, of any checkout.
+"""Print counts of names, words, lines and signatures: `python tests/tools/counts.py [ROOT]`, of any checkout.
 
 Rates of words and names, lines, the size of the README, parameters of the decode kernels, and for each op the files
 that it has and the lists that it stands in.

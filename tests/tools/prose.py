@@ -63,8 +63,8 @@ LIMITS: Mapping[str, float] = {
 }
 """The goal: twice the rates of helion."""
 CEILINGS: Mapping[str, Mapping[str, float]] = {
-    "package": {"of what": 1.5, "in which": 15, "another": 1.5, "of its own": 0.2, "beside": 0.2, "names": 8},
-    "tests": {"of what": 1, "in which": 5, "another": 1, "of its own": 0.2, "beside": 0.2, "names": 5},
+    "package": {"of what": 1.5, "in which": 11, "another": 1.5, "of its own": 0.2, "beside": 0.2, "names": 8},
+    "tests": {"of what": 1, "in which": 4, "another": 1, "of its own": 0.2, "beside": 0.2, "names": 5},
 }
 """Rates by tree, rounded up. Lower them when rates fall; never raise them."""
 
