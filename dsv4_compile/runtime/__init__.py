@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .addresses import mark_static_inputs
 from .backends import graphs_for
+from .bucket_sizes import request_buckets, token_buckets
 from .captures import Capture, Footprint, Graphs, MemoryPlan
 from .compiled import Counts, counting
 from .runner import DecodeRunner, Statistics
@@ -22,5 +23,7 @@ __all__ = [
     "graphs_for",
     "mark_static_inputs",
     "padded_buckets",
+    "request_buckets",
+    "token_buckets",
     "warming_up",
 ]

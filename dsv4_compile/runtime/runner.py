@@ -24,7 +24,9 @@ from ..sizes import check_size, shown
 from .addresses import AddressCheck, AtFixedAddresses, mark_static_inputs, named_tensors
 from .backends import graphs_for
 from .captures import Capture, Footprint, MemoryPlan
+from .early_builds import also_for
 from .sampling import Sampler, Sampling
+from .start_times import spending
 from .step import (
     Buckets,
     StepFunction,
@@ -144,8 +146,9 @@ class DecodeRunner(AtFixedAddresses):
                 for size in self.buckets:
                     work.note(f"{size} tokens")
                     call = self._call_of(size)
-                    for _ in range(2):  # at the second size torch.compile may compile for all sizes
-                        self.graphs.warm_up(call)
+                    with also_for(size, self.buckets.sizes):
+                        for _ in range(2):  # at the second size torch.compile may compile for all sizes
+                            self.graphs.warm_up(call)
                     footprints[size] = self.graphs.measure(call)
                     if self._captures_run(size):
                         runs.append(self.graphs.measure(self._run_of(size)))
@@ -180,7 +183,8 @@ class DecodeRunner(AtFixedAddresses):
         return plan
 
     def _capture(self, size: int) -> Capture:
-        captured = self.graphs.capture(self._call_of(size), f"the step of {size} tokens")
+        with spending("capture"):
+            captured = self.graphs.capture(self._call_of(size), f"the step of {size} tokens")
         self.statistics.captures += 1
         check_outputs(captured.outputs, size)
         return captured
