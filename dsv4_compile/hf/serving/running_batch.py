@@ -46,10 +46,14 @@ class RunningBatch(AtFixedAddresses):
         max_seq_len: most tokens of a request, prompt and answer together, rounded up to whole pages of 256 (None = that
             of the model's cache).
         prefill_chunk: most prompt tokens of a step, of one or several requests. Longer prompts take several steps,
-            between which the others decode. Smaller chunks shrink the cache.
+            between which the others decode. Smaller chunks shrink the cache and the waits of the others; a GPU
+            computes chunks of some thousand tokens best.
         backend: "dsv4", or another backend of `torch.compile`, for the two kinds of steps; None runs them eager.
         options: of that backend. CUDA graphs are captured here, so they are none of its settings.
         graphs: "auto" captures CUDA graphs on a GPU and nothing on a CPU; "cuda", "off", or "standin" for tests.
+
+    Compiles and captures all of its steps when it is made, with progress, so that no request waits for that. Prompts
+    are padded to `runtime.token_buckets(prefill_chunk)`, decodes to `runtime.request_buckets(slots)`.
 
     Raises E208 for a model that is not converted or is split over ranks, E204 for sizes.
 
@@ -65,7 +69,7 @@ class RunningBatch(AtFixedAddresses):
         *,
         slots: int,
         max_seq_len: int | None = None,
-        prefill_chunk: int = 256,
+        prefill_chunk: int = 2048,
         backend: str | None = None,
         options: Mapping[str, Any] | None = None,
         graphs: str = "auto",
@@ -90,6 +94,7 @@ class RunningBatch(AtFixedAddresses):
         self._stepping: tuple[int, object] | None = None
         self._calling_back = self._unfinished = False
         self._to_cancel: list[Progress] = []
+        self._steps.warm_up()
 
     def __repr__(self) -> str:
         return (

@@ -12,9 +12,13 @@ from ...errors import check, error, fail
 from ...metadata import MetadataBuffers
 from ...ops.common.define import OPS
 from ...options import Options
-from ...runtime import Statistics, mark_static_inputs, padded_buckets
+from ...progress import stage
+from ...runtime import Statistics, mark_static_inputs
 from ...runtime.addresses import AddressCheck, named_tensors
+from ...runtime.bucket_sizes import request_buckets, token_buckets
 from ...runtime.repeated_layers import writes_out
+from ...runtime.start_times import spending
+from ...runtime.warmup import warming_up
 from ...sizes import shown
 from ..model.cache import cache_like
 from ..model.call_checks import check_call
@@ -89,8 +93,10 @@ class RunningModel:
         # A graph reads tensors of repeated layers where `adopt` has put them.
         repeats = backend is not None and writes_out(compiler, options)
         self._adopts = repeats and self.graphs == "off"
-        self._decode = part(DecodeTokens(model), padded_buckets(slots))
-        self._prefill = part(PrefillTokens(model), {max(2, self.prefill_chunk // 4), self.prefill_chunk})
+        self._decode = part(DecodeTokens(model), request_buckets(slots))
+        # A first bucket of 1 token would be a graph more.
+        self._prefill = part(PrefillTokens(model), {max(2, size) for size in token_buckets(self.prefill_chunk)})
+        self._compiles = backend is not None
         self._weights: AddressCheck | None = None
         self._checked: Any = None
         self._device, self._cache = device, model.model.dsv4_cache
@@ -118,6 +124,20 @@ class RunningModel:
                     fix="remove it, or put it on a layer, model.model.embed_tokens or model.lm_head",
                 )
         check_call(model.model, {"input_ids": self._ids})
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def warm_up(self) -> None:
+        """Compile, build and capture all that steps can launch. Eager steps have nothing to prepare."""
+        if not self._compiles and self.graphs == "off":
+            return
+        self.check()
+        with spending("run"):
+            self.prepare_join()
+            if self.graphs == "off":
+                with warming_up(), stage("warm up", total=2) as work:
+                    for part in (self._prefill, self._decode):
+                        part.compile()
+                        work.advance()
 
     def prepare_join(self) -> None:
         """Read weights that have changed; capture the graphs once. Raises E421 for weights that they read elsewhere."""

@@ -12,7 +12,7 @@ from ...cache import LayerCache
 from ...metadata import AttentionMetadata, MetadataBuffers
 from ...runtime import DecodeRunner
 from ...runtime.repeated_layers import Handed, handed, marks_are_written_out
-from ...runtime.step import Buckets, StepFunction, StepInputs, step_call
+from ...runtime.step import Buckets, StepFunction, StepInputs, no_requests, step_call
 from ..model.layer_kinds import Repeated, tensors_of_step
 from .sampling import COLUMNS, likeliest_tokens
 
@@ -108,6 +108,12 @@ class Part:
         numbers = buffers.max_num_batched_tokens + 4 * buffers.max_num_seqs + 1
         self.ints = Staged(numbers, torch.int64, device)
         self.floats = Staged(buffers.max_num_seqs * COLUMNS, torch.float64, device)
+
+    def compile(self) -> None:
+        """Run a step of padding alone of each graph: torch.compile has one for one row, and one for several."""
+        with no_requests(self.buffers):
+            for size in self.buckets.sizes[: 2 if self.buckets.sizes[0] == 1 else 1]:
+                self._calls[size]()
 
     def run(self, tokens: list[list[int]], lengths: list[int], places: Sequence[Sequence[int]]) -> tuple[Any, Any]:
         """Run the step for new `tokens` of each slot, which then holds `lengths`; return outputs and `places` there."""
