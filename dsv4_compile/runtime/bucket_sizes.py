@@ -12,7 +12,7 @@ from ..sizes import check_size
 MOST_TOKENS = 8192
 """Most tokens of a captured prompt, or of a chunk of a longer one: above it a graph saves no time."""
 RIDGE = 256
-"""Tokens whose arithmetic takes as long as reading the weights once. An H100 does 295 operations a byte in bfloat16."""
+"""Tokens at which arithmetic takes as long as reading the weights: an H100 does 295 bfloat16 operations a byte."""
 _MULTIPLE = 16
 """Tokens of a bucket are a multiple, so that Triton compiles one variant of a kernel for all of them."""
 _EXACT_REQUESTS = 8

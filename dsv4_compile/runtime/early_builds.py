@@ -126,10 +126,10 @@ def _hint(size: torch.SymInt) -> int:
     hint = int(size.node.hint)
     tokens, other = _instead.get()
     expression = size.node.expr
-    symbols = expression.free_symbols if other else ()
+    symbols: Any = expression.free_symbols if other else ()
     if len(symbols) == 1:
         (symbol,) = symbols
-        if expression.subs(symbol, tokens) == hint:  # else it is another size than the number of tokens
+        if expression.subs(symbol, tokens) == hint:  # not of a size that is no number of tokens
             return int(expression.subs(symbol, other))
     return hint
 

@@ -113,7 +113,7 @@ class PagedCache(Cache):
         return same and self.compared is not None and self.compared.hold()
 
     def handed(self, repeated: Repeated) -> Handed:
-        """Return what graphs of a model take with this cache, whose tensors are those of the last `adopt`."""
+        """Return what graphs of a model take with this cache; its tensors are those of the last `adopt`."""
         layers, compared, caches = self._repeated
         if layers is not repeated.layers or compared is not self.compared:
             caches = repeated.caches(self.paged.layers)

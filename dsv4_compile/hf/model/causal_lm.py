@@ -192,7 +192,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         token_rows: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
-        """Run `forward` for columns of which those in `keep`, bool `[B, S]`, are neighbours in each row.
+        """Run `forward` for columns that, where `keep` (bool `[B, S]`) is set, are neighbours in each row.
 
         With `token_rows`, the arguments of `PagedCache.begin_prompts`, in place of `keep`.
         """

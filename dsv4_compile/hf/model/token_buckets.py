@@ -2,7 +2,7 @@
 
 A prompt `[B, S]` becomes a row of B * S tokens, padded to a bucket; a longer one several of them, in whole chunks of
 the largest. One graph then has all batches and lengths, and one capture for each bucket. A decode `[B, 1]` gets rows
-of padding. Padding has no slot, so caches and results are what they are without it.
+of padding. Padding has no slot, so it changes no cache and no result.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def warm_up(model: Any, *, cache: PagedCache | None = None) -> WarmUp:
 
     Args:
         model: what `hf.load` or `hf.convert` returned, compiled in place. All ranks of a split model warm up.
-        cache: an empty cache whose calls are captured (None = the model's, which `generate` uses). Captures are for one
+        cache: an empty cache to capture calls with (None = the model's, which `generate` uses). Captures are for one
             cache: other caches share compiled graphs and kernels, and are captured at the third call of a size.
 
     With buckets (`dsv4.buckets`) that is one graph for prompts of all batches and lengths, one for decodes of one row

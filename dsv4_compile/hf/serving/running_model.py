@@ -171,7 +171,7 @@ class RunningModel:
             self._checked = now
 
     def prefill(self, slots: Slots) -> list[Progress]:
-        """Prefill a chunk of tokens, first come first; return the requests whose prompts are complete, by slot."""
+        """Prefill a chunk of tokens, first come first; return the requests with complete prompts, by slot."""
         room, parts = self.prefill_chunk, {}
         served = [progress for progress in slots if progress is not None]
         for progress in sorted(served, key=lambda progress: progress.number):
