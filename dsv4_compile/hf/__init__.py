@@ -16,7 +16,6 @@ with needs("hf", "dsv4_compile.hf"):
     from .model.experts_interface import register_experts
     from .model.token_inputs import mark_dynamic_tokens
     from .model.unchanged_block import unchanged
-    from .model.warm_up import WarmUp, warm_up
     from .serving.requests import Request
     from .serving.running_batch import RunningBatch
 
@@ -27,7 +26,6 @@ __all__ = [
     "PagedCache",
     "Request",
     "RunningBatch",
-    "WarmUp",
     "convert",
     "load",
     "mark_dynamic_tokens",
@@ -35,7 +33,6 @@ __all__ = [
     "register_experts",
     "revert",
     "unchanged",
-    "warm_up",
 ]
 
 register_experts()
