@@ -74,6 +74,7 @@ def _compile(
     from .passes.lent import lent_to_inductor
     from .runtime import early_builds
     from .runtime.backends import Capturing
+    from .runtime.start_times import spending
 
     registry.load()
     parsed = Options.parse(mode, options, ops=OPS)
@@ -99,7 +100,8 @@ def _compile(
         kwargs = {"inner_compile": Regional(compile_fx_inner, parsed.regions).compile, **kwargs}
         # Else torch caches what it has cached by a key of Inductor's own: no graph of several kinds.
         caching = functorch_config.patch(bundled_autograd_cache=True)
-    with early_builds.for_graph(parsed.early_builds, devices), lent_to_inductor(), caching:
+    building = early_builds.for_graph(parsed.early_builds, devices)
+    with spending("compile"), building, lent_to_inductor(), caching:
         compiled = compile_fx(gm, example_inputs, config_patches=patches, **kwargs)
     return capturing.wrap(compiled if parsed.strict == "off" else strict.watched(compiled))
 

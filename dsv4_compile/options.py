@@ -71,11 +71,14 @@ OPTIONS: Mapping[str, Option] = {
         },
     ),
     "dsv4.early_builds": Option(
-        "Triton kernels that the first call of a graph will launch",
-        "on",
+        "Triton kernels that calls of a graph will launch",
+        "all",
         {
-            "on": "built in threads while the graph compiles, as many as Inductor's `compile_threads`",
-            "off": "built one by one by the first call",
+            "all": "built in threads, Inductor's `compile_threads`, while the graph compiles, for all sizes that calls "
+            "are padded to",
+            "first": "for the sizes of the first call; others are built one by one by the first call that needs them",
+            "off": "built one by one by the first call that needs them",
+            "on": "the same as all",
         },
     ),
     "dsv4.strict": Option(
@@ -92,13 +95,24 @@ OPTIONS: Mapping[str, Option] = {
             "trees": "captures are left to Inductor, with the caches marked for it",
         },
     ),
+    "dsv4.buckets": Option(
+        "padding of a converted model's calls to a few sizes, see `runtime.token_buckets`; for `model.compile`",
+        "auto",
+        {
+            "auto": 'with dsv4.cudagraph="full", whose captures serve all lengths then',
+            "on": "always; on a CPU, padding costs time and saves none",
+            "off": "calls have the sizes that they are made with",
+        },
+    ),
     "dsv4.cudagraph.graphs": Option(
         'what "full" captures with',
         "auto",
         {"auto": "CUDA graphs, E420 on a CPU", "cuda": "the same", "standin": "a stand-in for tests on a CPU"},
     ),
-    "dsv4.cudagraph.max_captures": Option("most shapes of a graph to capture; others run compiled (W601)", 32, int),
-    "dsv4.cudagraph.max_tokens": Option("most tokens of a captured call; larger calls run compiled", 512, int),
+    "dsv4.cudagraph.max_captures": Option("most shapes of a graph to capture; others run compiled (W601)", 64, int),
+    "dsv4.cudagraph.max_tokens": Option(
+        "most tokens of a call that is captured without dsv4.buckets; larger calls run compiled", 512, int
+    ),
     "dsv4.cudagraph.debug": Option("compare all addresses at every replay", False, bool),
 }
 ENVIRONMENT: Mapping[str, str] = {
@@ -139,6 +153,7 @@ class Options:
         regions: a value of dsv4.regions.
         strict: a value of dsv4.strict.
         early_builds: a value of dsv4.early_builds.
+        buckets: a value of dsv4.buckets.
     """
 
     impl: str = "auto"
@@ -150,7 +165,8 @@ class Options:
     inductor: Mapping[str, Any] = field(default_factory=dict)
     regions: str = "auto"
     strict: str = "off"
-    early_builds: str = "on"
+    early_builds: str = "all"
+    buckets: str = "auto"
 
     @classmethod
     def parse(cls, mode: str | None, options: Mapping[str, Any] | None, *, ops: Iterable[str]) -> Options:
@@ -238,7 +254,7 @@ def _check_inductor_setting(name: str, value: Any) -> None:
         fail("E301", got=f"{name}={value!r}", rule=f"{name} is {expected.__name__}", fix=f"pass {expected.__name__}")
 
 
-_FIELDS = ("impl", "fuse", "cudagraph", "regions", "strict", "early_builds")
+_FIELDS = ("impl", "fuse", "cudagraph", "regions", "strict", "early_builds", "buckets")
 _FORMS = {int: ("an int above 0", "32"), bool: ("a bool", "True")}
 
 

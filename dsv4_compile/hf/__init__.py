@@ -16,6 +16,7 @@ with needs("hf", "dsv4_compile.hf"):
     from .model.experts_interface import register_experts
     from .model.token_inputs import mark_dynamic_tokens
     from .model.unchanged_block import unchanged
+    from .model.warm_up import WarmUp, warm_up
     from .serving.requests import Request
     from .serving.running_batch import RunningBatch
 
@@ -26,6 +27,7 @@ __all__ = [
     "PagedCache",
     "Request",
     "RunningBatch",
+    "WarmUp",
     "convert",
     "load",
     "mark_dynamic_tokens",
@@ -33,6 +35,7 @@ __all__ = [
     "register_experts",
     "revert",
     "unchanged",
+    "warm_up",
 ]
 
 register_experts()

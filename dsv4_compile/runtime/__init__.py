@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .addresses import mark_static_inputs
 from .backends import graphs_for
+from .bucket_sizes import request_buckets, token_buckets
 from .captures import Capture, Footprint, Graphs, MemoryPlan
 from .compiled import Counts, counting
-from .drafting import DraftSource, DraftStatistics
 from .runner import DecodeRunner, Statistics
 from .step import padded_buckets
 from .warmup import warming_up
@@ -15,8 +15,6 @@ __all__ = [
     "Capture",
     "Counts",
     "DecodeRunner",
-    "DraftSource",
-    "DraftStatistics",
     "Footprint",
     "Graphs",
     "MemoryPlan",
@@ -25,5 +23,7 @@ __all__ = [
     "graphs_for",
     "mark_static_inputs",
     "padded_buckets",
+    "request_buckets",
+    "token_buckets",
     "warming_up",
 ]

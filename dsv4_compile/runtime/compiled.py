@@ -32,6 +32,7 @@ from ..errors import fail, warn
 from .addresses import HeldTensors, TensorRecord, compared
 from .aliasing import GraphOutputs, owner, without_repeats
 from .captures import Capture, Graphs, check_not_capturing
+from .start_times import spending
 from .warmup import is_late
 
 _log = logging.getLogger("dsv4_compile.runtime")
@@ -45,12 +46,12 @@ class Policy:
 
     Attributes:
         max_captures: shapes of one graph that are captured; further ones run compiled (W601).
-        max_tokens: calls of more tokens run compiled: they keep the device busy without a graph.
+        max_tokens: calls of more tokens run compiled, unless they are `in_bucket`: lengths that do not repeat.
         debug: compare all addresses at each replay, not at the first alone.
         strict: a call that is captured, or counts for it, after warm-up raises E430.
     """
 
-    max_captures: int = 32
+    max_captures: int = 64
     max_tokens: int = 512
     debug: bool = False
     strict: bool = False
@@ -65,6 +66,8 @@ class Counts:
     compiled: int = 0
 
 
+in_bucket: ContextVar[bool] = ContextVar("dsv4_in_bucket", default=False)
+"""Whether the caller pads to a few sizes, so that calls above `Policy.max_tokens` are captured too."""
 _counters: ContextVar[tuple[Counts, ...]] = ContextVar("dsv4_counts", default=())
 
 
@@ -271,6 +274,8 @@ class CapturedGraph:
 
     def _is_small(self, copied: Sequence[Any]) -> bool:
         """Return whether a call has as few tokens as are captured. Asked first: it is all that most prompts need."""
+        if in_bucket.get():
+            return True
         tokens, most = tokens_of(copied), self._policy.max_tokens
         if tokens > most and "size" not in self._reported:
             self._reported.add("size")
@@ -298,7 +303,7 @@ class CapturedGraph:
                     )
         entry.copies = tuple(without_repeats(captured_args[i]) for i in self._copied if isinstance(args[i], Tensor))
         self._copy_inputs(entry, args)
-        with progress.stage("capture", total=1) as work:
+        with spending("capture"), progress.stage("capture", total=1) as work:
             work.note(entry.where)
             captured = self._graphs.capture(lambda: self._compiled(*captured_args), entry.where)
             work.advance()

@@ -4,6 +4,9 @@ The launchers of the graph's opaque ops are called with tensors that have no mem
 is built instead, by Triton's own asynchronous mode, which finds the variant as a launch does; the first call of the
 graph then finds it. Triton and ptxas hold Python's lock for a small part of a build only.
 
+A caller that pads its calls to a few sizes says so by `also_for`. Which variant a launcher takes follows from sizes,
+strides and alignments alone, so calling it for each size has them all, whatever its thresholds are.
+
 A build that fails is reported and forgotten: the first launch builds again, and raises what there is to raise.
 """
 
@@ -28,6 +31,7 @@ from .._compat import triton_known
 from ..errors import is_installed
 from ..kernels.host.build_hooks import prepare_builds
 from ..ops.common.kernels import launcher, refusal
+from .start_times import spending
 
 _log = logging.getLogger("dsv4_compile.runtime")
 
@@ -50,6 +54,20 @@ class Built:
 Listener = Callable[[Built], Any]
 _active: ContextVar[EarlyBuilds | None] = ContextVar("dsv4_early_builds", default=None)
 _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("dsv4_early_builds_listeners", default=())
+_sizes: ContextVar[tuple[int, Sequence[int]]] = ContextVar("dsv4_early_builds_sizes", default=(0, ()))
+"""Tokens of the call that compiles, and all sizes that its caller pads to."""
+_instead: ContextVar[tuple[int, int]] = ContextVar("dsv4_early_builds_instead", default=(0, 0))
+"""Tokens of a traced call, and the number of tokens to take in their place, 0 for none."""
+
+
+@contextmanager
+def also_for(tokens: int, sizes: Sequence[int]) -> Iterator[None]:
+    """Let a graph that a call of `tokens` tokens compiles in the block build the kernels of calls of all `sizes`."""
+    token = _sizes.set((tokens, sizes))
+    try:
+        yield
+    finally:
+        _sizes.reset(token)
 
 
 @contextmanager
@@ -105,7 +123,15 @@ def traced(value: Any) -> Any:
 def _hint(size: torch.SymInt) -> int:
     if size.node.hint is None:
         raise ValueError("a size depends on data")
-    return int(size.node.hint)
+    hint = int(size.node.hint)
+    tokens, other = _instead.get()
+    expression = size.node.expr
+    symbols: Any = expression.free_symbols if other else ()
+    if len(symbols) == 1:
+        (symbol,) = symbols
+        if expression.subs(symbol, tokens) == hint:  # not of a size that is no number of tokens
+            return int(expression.subs(symbol, other))
+    return hint
 
 
 @dataclass(slots=True)
@@ -118,7 +144,7 @@ class _Variant:
 
 
 def for_graph(wanted: str, devices: Collection[torch.device]) -> AbstractContextManager[Any]:
-    """Return a block to compile a graph on `devices` in, that builds its kernels early if `dsv4.early_builds` is "on".
+    """Return a block to compile a graph on `devices` in; kernels are built early unless `dsv4.early_builds` is "off".
 
     Builds are prepared in any case: a graph that torch loads from its cache has it look at the ptxas.
     Builds are left to the first call on a CPU, which has no kernels, with a Triton that was not tested in asynchronous
@@ -140,7 +166,7 @@ def for_graph(wanted: str, devices: Collection[torch.device]) -> AbstractContext
         return nullcontext()
     # Inductor sets it to the same at some time before the first call; a later process looks for kernels there.
     os.environ.setdefault("TRITON_CACHE_DIR", cache_dir_utils.triton_cache_dir(gpus[0].index or 0))
-    return EarlyBuilds(inductor_config.compile_threads or os.cpu_count() or 1)
+    return EarlyBuilds(inductor_config.compile_threads or os.cpu_count() or 1, all_sizes=wanted != "first")
 
 
 class _Addresses(TorchFunctionMode):
@@ -157,16 +183,18 @@ class _Addresses(TorchFunctionMode):
 class EarlyBuilds:
     """Builds of one compilation, in `threads` threads: `with EarlyBuilds(16): compile()`.
 
+    With `all_sizes`, for the sizes of `also_for` too, not for those of the call that compiles alone.
+
     The end of the block waits for the builds. After an exception in the block those that have not begun are dropped.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, all_sizes: bool = True) -> None:
         from triton import AsyncCompileMode
 
         from .._compat import FakeTensorMode
         from ..kernels.host.launch import building
 
-        self._building = building
+        self._building, self._all_sizes = building, all_sizes
         self._pool = ThreadPoolExecutor(threads, "dsv4-build")
         self._mode = AsyncCompileMode(self._pool)
         self._mode.submit = self._submit
@@ -190,6 +218,17 @@ class EarlyBuilds:
 
         A call that the kernel does not support builds nothing: its reference runs.
         """
+        self._add(op, arguments)
+        tokens, sizes = _sizes.get() if self._all_sizes else (0, ())
+        for size in sizes:
+            if size != tokens:
+                token = _instead.set((tokens, size))
+                try:
+                    self._add(op, arguments)
+                finally:
+                    _instead.reset(token)
+
+    def _add(self, op: str, arguments: Callable[[], Sequence[Any]]) -> None:
         try:
             call = (op, *arguments())
             if call in self._calls:
@@ -219,7 +258,7 @@ class EarlyBuilds:
     def _finish(self) -> None:
         variants = self._variants.values()
         if not all(variant.future.done() for variant in variants):
-            with progress.stage("build kernels", total=len(variants)) as work:
+            with spending("build"), progress.stage("build kernels", total=len(variants)) as work:
                 for variant in variants:
                     work.note(variant.name)
                     wait([variant.future])

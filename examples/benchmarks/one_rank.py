@@ -35,7 +35,7 @@ from dsv4_compile.bench.record import environment, now, write_json
 from dsv4_compile.bench.table import align
 from dsv4_compile.bench.timing import copy_rate
 from dsv4_compile.config import DeepseekV4Config
-from dsv4_compile.hf.model.causal_lm import cache_like
+from dsv4_compile.hf.model.cache import cache_like
 from dsv4_compile.hf.tiny import quiet_libraries
 from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks
 from dsv4_compile.parallel.fake_group import fake_mesh

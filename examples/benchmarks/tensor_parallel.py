@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dsv4_compile import hf
 from dsv4_compile.bench.record import environment, write_json
-from dsv4_compile.hf.model.causal_lm import cache_like
+from dsv4_compile.hf.model.cache import cache_like
 from dsv4_compile.hf.tiny import quiet_libraries, random_model
 from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, gather_objects
 

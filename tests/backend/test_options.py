@@ -65,7 +65,7 @@ def test_fusion_is_set_for_all_passes_or_for_one() -> None:
         ({"dsv4.impl.q_norm_rope": 1}, "dsv4.impl.q_norm_rope=1", "one of auto, ir, triton, eager"),
         ({"dsv4.fuse": "yes"}, "dsv4.fuse='yes'", "one of auto, on, off"),
         ({"dsv4.fuse.fuse_preproces": "on"}, "dsv4.fuse.fuse_preproces", "did you mean dsv4.fuse.fuse_preprocess"),
-        ({"dsv4.fuze": "on"}, "dsv4.fuze", "did you mean dsv4.fuse?"),
+        ({"dsv4.fuze": "on"}, "dsv4.fuze", "did you mean dsv4.fuse"),
         ({"dsv4.cudagraph": "ful"}, "dsv4.cudagraph='ful'", "did you mean full?"),
         ({"max_autotunes": True}, "max_autotunes", "did you mean max_autotune"),
         ({"max_autotune": "yes"}, "max_autotune='yes'", "pass bool"),

@@ -56,7 +56,8 @@ class Model(nn.Module):
 torch.manual_seed(0)
 model = Model(int(sys.argv[3]))
 eager = copy.deepcopy(model)
-settings = {"dsv4.regions": "on", "cpp_cache_precompile_headers": False}
+# Inductor calls PyTorch instead of compiling C++: what is cached is the same.
+settings = {"dsv4.regions": "on", "fallback_by_default": True}
 step = torch.compile(model, backend=dsv4, fullgraph=True, options=settings)
 x = torch.ones(3, 4)
 with torch.no_grad():

@@ -22,7 +22,8 @@ from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.runtime import counting
 from tests.hf.small import LAYERS, close, random_ids
 
-CAPTURED = {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin", "dsv4.impl": "eager"}
+CALLS = {"dsv4.impl": "eager", "fallback_by_default": True}
+CAPTURED = CALLS | {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}
 
 
 def converted_model() -> Any:
@@ -70,9 +71,9 @@ def test_calls_in_a_block_compare_a_cache_once_and_a_model_never(
     torch.compiler.reset()
     called: Any = model
     if form in ("compiled", "captured"):
-        model.compile(backend="dsv4", fullgraph=True, options=CAPTURED if form == "captured" else None)
+        model.compile(backend="dsv4", fullgraph=True, options=CAPTURED if form == "captured" else CALLS)
     elif form == "wrapper":
-        called = torch.compile(model, backend="dsv4")
+        called = torch.compile(model, backend="dsv4", options=CALLS)
     ids = random_ids(2, 16)
     with counting() as counts:
         in_turn(called, ids, hf.new_cache(model))

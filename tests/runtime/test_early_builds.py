@@ -13,6 +13,8 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
@@ -28,7 +30,7 @@ from dsv4_compile.lowering import registry
 from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
 from dsv4_compile.runtime import early_builds
-from dsv4_compile.runtime.early_builds import Built, EarlyBuilds, Metadata
+from dsv4_compile.runtime.early_builds import Built, EarlyBuilds, Metadata, traced
 from dsv4_compile.selection import decisions
 from dsv4_compile.testing.samples import op_samples
 from tests.support import fake_triton
@@ -254,7 +256,7 @@ def test_a_graph_builds_early_what_its_first_call_launches(
 ) -> None:
     """Views of a cache that an op writes, slices of a projection, and a number of tokens that varies."""
     monkeypatch.setattr(registry, "_ours", lambda call: call.op in KERNELS)
-    monkeypatch.setattr(early_builds, "for_graph", lambda wanted, devices: {"on": EarlyBuilds}[wanted](2))
+    monkeypatch.setattr(early_builds, "for_graph", lambda wanted, devices: {"all": EarlyBuilds}[wanted](2))
     asked: list[list[Any]] = []
     add = EarlyBuilds.add
 
@@ -294,6 +296,35 @@ def test_a_graph_builds_early_what_its_first_call_launches(
     assert {built.name for built in told} == set(hopper.early) == set(hopper.launches)
 
 
+@pytest.mark.parametrize("all_sizes", [True, False])
+def test_a_graph_builds_early_what_calls_of_all_sizes_launch(
+    all_sizes: bool, hopper: Hopper, launchers: Any, told: list[Built]
+) -> None:
+    """A launcher with a threshold, and sizes that follow from the number of tokens."""
+
+    def double_rows(x: Tensor, n: int, other: int) -> None:
+        many = x.shape[0] > 100
+        launch_kernel(_add_kernel, (1,), x, x, n, N=32 if many else 16)
+        assert x.shape[0] == 2 * n and other == 5
+
+    launchers["double_rows"] = double_rows
+    shapes = ShapeEnv()
+    tokens, other = (
+        shapes.create_symintnode(shapes.create_symbol(hint, ConstantSource(name), DimDynamic.DYNAMIC), hint=hint)
+        for name, hint in (("tokens", 64), ("other", 5))
+    )
+    with EarlyBuilds(1, all_sizes=all_sizes) as builds, early_builds.also_for(64, (16, 48, 64, 800)):
+        builds.add(
+            "double_rows",
+            lambda: [Metadata(traced((2 * tokens, 4)), (4, 1), 0, torch.float32, CPU), *traced((tokens, other))],
+        )
+    assert {built.error for built in told} == {""}
+    for n in (16, 48, 64, 800):
+        double_rows(torch.zeros(2 * n, 4), n, 5)
+    assert len(told) == (2 if all_sizes else 1)
+    assert hopper.builds == ([] if all_sizes else ["_add_kernel"])
+
+
 def test_only_graphs_on_a_gpu_build_early_unless_switched_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -330,8 +361,9 @@ def test_builds_of_graphs_on_a_gpu_are_prepared_before_torch_looks_for_a_graph_i
     assert done == ["prepared"]
 
 
-def test_the_option_is_on_or_off() -> None:
-    assert options.Options.parse(None, None, ops=()).early_builds == "on"
-    assert options.Options.parse(None, {"dsv4.early_builds": "off"}, ops=()).early_builds == "off"
+def test_the_option_is_all_by_default() -> None:
+    assert options.Options.parse(None, None, ops=()).early_builds == "all"
+    for value in ("all", "first", "off", "on"):
+        assert options.Options.parse(None, {"dsv4.early_builds": value}, ops=()).early_builds == value
     with pytest.raises(DSV4Error, match=r"E301[\s\S]*dsv4.early_builds='no'"):
         options.Options.parse(None, {"dsv4.early_builds": "no"}, ops=())

@@ -52,7 +52,7 @@ def served(records: Tables) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of two ranks and of preempted requests: rows and outputs, worst errors."""
     shown = [row for what in ("preempted", "ranks") for row in _of(records, what)]
     lines = [["run", "preempted", "rows", "computed again", "from prefixes", "worst row error"]]
-    lines[0] += ["worst difference of rows computed again", "outputs beside a run with room, worst"]
+    lines[0] += ["worst difference of rows computed again", "outputs against a run with room, worst"]
     for row in shown:
         graphs = f"CUDA graphs {row['cudagraph']}" if row["mode"] else "eager"
         ranks = f"{row['ranks']} ranks" if "ranks" in row else f"{row['blocks']} blocks" if "blocks" in row else "room"

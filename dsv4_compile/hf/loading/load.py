@@ -25,6 +25,7 @@ from ...loading import hf_name
 from ...modules import DeepseekV4Attention
 from ...modules.linear import Linear
 from ...parallel import Ranks, watchdog
+from ...runtime import start_times
 from ...sizes import check_optional_size, check_size, free_memory
 from ..model.arguments import check_flags
 from ..model.convert import convert
@@ -139,6 +140,8 @@ def load(
     }
     with place_on:  # whatever the caller's default device is
         converted = convert(model.eval(), **sizes, **options, attention_only=attention_only)
+    start_times.count("read", read - allocated)
+    start_times.count("place", allocated - planned + time.monotonic() - read)
     _log.info(
         "%s: %.2f GB on %s; headers %.1f s, allocation %.1f s, weights %.1f s (%s), conversion %.1f s",
         *(checkpoint.folder, filled.nbytes / _GIGA, place_on, planned - begin, allocated - planned),

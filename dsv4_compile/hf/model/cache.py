@@ -16,7 +16,7 @@ from ..._compat import CACHE_NAMES, assert_async, cache_name, mark_static, mark_
 from ...cache import CacheFormat, LayerCache, PagedCaches
 from ...config import DeepseekV4Config
 from ...errors import check, fail
-from ...metadata import AttentionMetadata, build_metadata
+from ...metadata import AttentionMetadata, build_batch_metadata, build_metadata
 from ...runtime.addresses import HeldTensors
 from ...runtime.repeated_layers import Handed
 from ...sizes import check_optional_size
@@ -48,8 +48,6 @@ class PagedCache(Cache):
         holder: the `generate` call that owns the cache, or None.
         entered: whether a forward uses the cache now, in `thread`.
         interrupted: whether a forward failed after it may have written.
-        drafted: columns since the last reset that drafts have read, all of them or fewer than `appended`.
-        draft_caches: caches of the model's drafts, None before their first use.
 
     Graphs read `dsv4_parameters`, the tensors by a path for each, and guard `dsv4_state`, both as of the last `adopt`.
     """
@@ -74,7 +72,6 @@ class PagedCache(Cache):
                 device=device,
             )
             self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
-            self.columns = torch.zeros((), dtype=torch.int64, device=device)
         layers: list[Any] = list(self.paged.layers)
         super().__init__(layers=layers)
         self.generation = 0
@@ -84,8 +81,6 @@ class PagedCache(Cache):
         self.entered = False
         self.thread = 0
         self.interrupted = False
-        self.drafted = 0
-        self.draft_caches: Any = None
         self.dsv4_state = ""
         self.dsv4_parameters: dict[str, Tensor] = {}
         self._parts: list[Any] = []
@@ -99,7 +94,7 @@ class PagedCache(Cache):
     def _tensors(self) -> dict[str, Tensor]:
         named = [(f"layers.{i}.{name}", t) for i, x in enumerate(self.paged.layers) for name, t in x.tensors().items()]
         tables = [(f"block_tables.{name}", t) for name, t in vars(self.paged.block_tables).items() if t is not None]
-        return dict([*named, *tables, ("seq_lens", self.seq_lens), ("columns", self.columns)])
+        return dict([*named, *tables, ("seq_lens", self.seq_lens)])
 
     def adopt(self) -> None:
         """Let graphs run with the tensors that the cache has now; `dsv4_state` names what they guard of it."""
@@ -118,7 +113,7 @@ class PagedCache(Cache):
         return same and self.compared is not None and self.compared.hold()
 
     def handed(self, repeated: Repeated) -> Handed:
-        """Return what graphs of a model take with this cache, whose tensors are those of the last `adopt`."""
+        """Return what graphs of a model take with this cache; its tensors are those of the last `adopt`."""
         layers, compared, caches = self._repeated
         if layers is not repeated.layers or compared is not self.compared:
             caches = repeated.caches(self.paged.layers)
@@ -127,7 +122,7 @@ class PagedCache(Cache):
 
     def _parts_now(self) -> list[Any]:
         paged = self.paged
-        parts = [*vars(paged).values(), *vars(paged.block_tables).values(), self.seq_lens, self.columns]
+        parts = [*vars(paged).values(), *vars(paged.block_tables).values(), self.seq_lens]
         return [*parts, *chain.from_iterable(map(_OF_LAYER, paged.layers))]
 
     def begin_step(self, batch_size: int, num_columns: int, keep: Tensor | None) -> AttentionMetadata:
@@ -157,15 +152,39 @@ class PagedCache(Cache):
             ratios=paged.config.compressed_ratios,
         )
         lengths.copy_(grown)
-        self.columns.add_(num_columns)
+        return metadata
+
+    def begin_prompts(self, rows: Tensor, keep: Tensor) -> AttentionMetadata:
+        """Append tokens of any sequences, kept ones first; return the metadata of all.
+
+        Args:
+            rows: int `[T]`, sequence of each token in the order of the call, not decreasing among those in `keep`.
+            keep: bool `[T]`, which of them are tokens, not padding.
+        Returns:
+            Metadata of T tokens: those in `keep`, in their order, then padding.
+        """
+        paged = self.paged
+        sequences = torch.arange(self.seq_lens.shape[0], device=rows.device)
+        counts = ((rows == sequences[:, None]) & keep).sum(dim=1)
+        grown = self.seq_lens + counts.to(torch.int32)
+        assert_async((grown <= paged.max_seq_len).all(), _OVERFLOW)
+        metadata = build_batch_metadata(
+            query_start_loc=torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
+            seq_lens=grown,
+            num_tokens=rows.shape[0],
+            block_tables=paged.block_tables,
+            window=paged.config.sliding_window,
+            max_model_len=paged.max_seq_len,
+            ratios=paged.config.compressed_ratios,
+        )
+        self.seq_lens.copy_(grown)
         return metadata
 
     def reset(self) -> None:
         """Remove all sequences. Cache rows keep their bytes, because no row is read before it is written again."""
         self.seq_lens.zero_()
-        self.columns.zero_()
         self.generation += 1
-        self.rows = self.appended = self.drafted = 0
+        self.rows = self.appended = 0
         self.interrupted = False
 
     def check_fits(self, batch_size: int, length: int) -> None:
@@ -180,8 +199,8 @@ class PagedCache(Cache):
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns appended since the last reset, padding included, as transformers counts. Synchronises."""
-        return int(self.columns)
+        """Return the columns appended since the last reset, padding included, as transformers counts."""
+        return self._record.appended
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return the length of the longest sequence that fits."""
@@ -304,7 +323,7 @@ class CacheHandle(PagedCache):
         self.generation = cache.generation
         self.holder = holder
         self.paged, self.layers = cache.paged, cache.layers
-        self.seq_lens, self.columns = cache.seq_lens, cache.columns
+        self.seq_lens = cache.seq_lens
 
     @property
     def _record(self) -> PagedCache:

@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,13 @@ from ...errors import DSV4Error, check, error, fail
 from ...runtime.addresses import compared
 from ...runtime.repeated_layers import handed
 from .._compat import record_outputs
-from .cache import CACHE_NAME, OWN_CACHE, RESIZE, STALE, CacheHandle, PagedCache, given_cache
-from .call_results import inference_only, with_cache
+from .batch_checks import Call, check_batch
+from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
+from .call_results import RECORDED, inference_only, with_cache
 from .generate_call import LOCK, current, take_own
 from .redundant_guards import compile_arguments, drop_guards
-from .token_inputs import WHY_NO_AUTOCAST, check_ids, in_rows, kept, refuse_autocast
+from .token_buckets import COMPILED_AS, Bucketed, CompiledAs, bucketed_call, runs_in_buckets, why_exact
+from .token_inputs import WHY_NO_AUTOCAST, check_ids, in_rows, refuse_autocast
 from .unchanged_block import is_unchanged
 
 NO_WEIGHTS = "sparse attention builds no attention matrix"
@@ -35,8 +37,6 @@ WHY_NOT_WHOLE = (
     'model.compile(fullgraph=True, backend="dsv4"), or the function around it without fullgraph=True'
 )
 """Why torch.compile(function, fullgraph=True) does not trace a call of the model in that function."""
-RECORDED = ("output_hidden_states", "output_router_logits")
-"""Arguments that ask for results of modules inside the model."""
 
 
 @cache
@@ -58,15 +58,6 @@ def _arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     return {name: bound[name] for name in bound if name not in ("self", "kwargs")} | bound.get("kwargs", {})
 
 
-class Call(NamedTuple):
-    """Inputs of the entry: the arguments of a forward, and the cache that a handle stands for."""
-
-    input_ids: Tensor
-    attention_mask: Tensor | None
-    position_ids: Tensor | None
-    cache: PagedCache
-
-
 class Entry:
     """A forward between its checks and its result; it holds the cache for this thread until `release`.
 
@@ -75,7 +66,10 @@ class Entry:
         in_step: what keeps the ranks of a split model in step, a `split.InStep`, or None.
         compared: the tensors that were compared with the layouts that graphs were traced for.
         handed: the further tensors that graphs of repeated layers take.
+        bucketed: how the call runs in sizes that are captured, or None.
     """
+
+    bucketed: Bucketed | None = None
 
     def __init__(self, arguments: dict[str, Any], held: Any = None, handle: Any = None, model: Any = None) -> None:
         self.arguments, self.held, self.handle, self.model = arguments, held, handle, model
@@ -156,13 +150,19 @@ def _enter(module: Any, args: Any, kwargs: Any) -> Entry:
         return Entry(arguments)  # the language model around this one has been through the entry
     model, allocate = module.entered_model()
     check_call(model, arguments)
+    in_buckets = (
+        runs_in_buckets(module)
+        and eval_frame.get_eval_frame_callback() is None
+        and not why_exact(module, model.config, arguments)
+    )
     handle = take_own(model, allocate, hold=False) if cache is None else cache
     held = held_by(model, handle)
     _take(held, new=cache is None)
     try:
         positions = arguments.pop("position_ids", None)
         ids, mask = arguments["input_ids"], arguments.get("attention_mask")
-        check_batch(Call(ids, mask, positions, held))
+        call = Call(ids, mask, positions, held)
+        check_batch(call, in_chunks=in_buckets)
         arguments["input_ids"] = in_rows(ids)
         if mask is not None:
             # Past columns are in the cache, and the loss of the router takes one weight a token.
@@ -174,6 +174,9 @@ def _enter(module: Any, args: Any, kwargs: Any) -> Entry:
         if not (is_unchanged(model, held) or compared_ahead):
             model.adopt()
             held.adopt()
+        if in_buckets and model.dsv4_hooked:
+            check_batch(call)
+            in_buckets = False
         if model.dsv4_in_step is not None:
             model.dsv4_in_step.begin(arguments, held, model)
     except BaseException:
@@ -181,7 +184,10 @@ def _enter(module: Any, args: Any, kwargs: Any) -> Entry:
         raise
     held.interrupted = True  # until `finish`
     arguments[CACHE_NAME] = held
-    return Entry(arguments, held, handle, model)
+    entry = Entry(arguments, held, handle, model)
+    if in_buckets:
+        entry.bucketed = bucketed_call(module, arguments, held)
+    return entry
 
 
 def wrapped_error(fault: BaseException) -> DSV4Error | None:
@@ -232,7 +238,10 @@ class EnteredOnHost(_nn.Module):
         tokens = compared.set(entry.compared), handed.set(entry.handed)
         try:
             with torch.no_grad():
-                result = super().__call__(**entry.arguments)
+                if entry.bucketed is None:
+                    result = super().__call__(**entry.arguments)
+                else:
+                    result = entry.bucketed.run(super().__call__)
         except Exception as fault:
             entry.explain(fault)
             raise
@@ -245,6 +254,7 @@ class EnteredOnHost(_nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile in place as `nn.Module.compile`, without the guards that the entry makes redundant."""
         super().compile(*args, **compile_arguments(kwargs))
+        self.__dict__[COMPILED_AS] = CompiledAs.of(kwargs)
 
 
 def check_call(model: Any, arguments: dict[str, Any]) -> None:
@@ -288,87 +298,6 @@ def _refuse_uncalled() -> NoReturn:
 
 refuse_uncalled: Callable[[], NoReturn] = torch.compiler.disable(_refuse_uncalled, reason=WHY_NOT_WHOLE)
 """`_refuse_uncalled`, or in a trace with fullgraph=True torch's error with this reason."""
-
-
-def check_batch(call: Call) -> None:
-    """Raise E208 or E204 unless the batch continues its cache: rows, mask, positions and lengths."""
-    (rows, columns), cache = call.input_ids.shape, call.cache
-    check(
-        not cache.interrupted,
-        "E208",
-        got="a cache whose last forward failed",
-        why="some of its layers may hold that forward's tokens",
-        fix="call its reset() and prefill again",
-    )
-    # Without `check`, which would format its message in every call.
-    if cache.rows not in (0, rows):
-        fail(
-            "E208",
-            got=f"{rows} rows with a cache of {cache.rows} sequences",
-            why="a row continues the sequence of its index",
-            fix="continue with as many rows, or pass an empty cache",
-        )
-    mask = call.attention_mask
-    if mask is not None:
-        widths = (columns, cache.appended + columns)
-        if mask.shape[0] != rows or mask.shape[1] not in widths:
-            fail(
-                "E208",
-                got=f"attention_mask of shape {tuple(mask.shape)}",
-                why=f"input_ids are {rows} x {columns}, after {cache.appended} columns in the cache",
-                fix=f"pass {rows} x {columns}" + (f" or {rows} x {widths[1]}" if cache.appended else ""),
-            )
-        if mask.shape[1] > columns:
-            past_tokens = (mask[:, : cache.appended] != 0).sum(dim=1)
-            check(
-                bool((past_tokens == cache.seq_lens[:rows]).all()),
-                "E208",
-                got="an attention_mask with other tokens in past columns than the cache holds",
-                fix="keep the mask of earlier calls and append the new columns",
-            )
-    if call.position_ids is not None:
-        _check_positions(call)
-    paged = cache.paged
-    fits = rows <= paged.max_batch_size and columns <= paged.max_step_tokens
-    if fits and cache.appended + columns > paged.max_seq_len:
-        fits = bool((cache.seq_lens[:rows] + _keep(call).sum(dim=1) <= paged.max_seq_len).all())
-    if not fits:
-        fail(
-            "E204",
-            got=f"input_ids of shape ({rows}, {columns}) after {cache.appended} columns",
-            why=f"the cache takes {paged.max_batch_size} sequences of {paged.max_seq_len} tokens, "
-            f"{paged.max_step_tokens} in a step",
-            fix=f"prefill in chunks; {RESIZE}",
-        )
-
-
-def _keep(call: Call) -> Tensor:
-    """Return which of the new columns hold a token, `[B, S]` bool."""
-    columns = call.input_ids.shape[1]
-    if call.attention_mask is None:
-        return torch.ones_like(call.input_ids, dtype=torch.bool)
-    return kept(call.attention_mask, columns)
-
-
-def _check_positions(call: Call) -> None:
-    """Raise E208 unless `position_ids` are those that follow from the cache and the mask."""
-    positions = call.position_ids
-    assert positions is not None
-    keep = _keep(call)
-    follow = call.cache.seq_lens[: keep.shape[0], None] + keep.cumsum(dim=1) - 1
-    same = (
-        isinstance(positions, Tensor)
-        and positions.dim() == 2
-        and positions.shape[1] == follow.shape[1]
-        and positions.shape[0] in (1, follow.shape[0])
-    )
-    check(
-        same and bool(((positions == follow) | ~keep).all()),
-        "E208",
-        got="position_ids other than the tokens' places in their sequences",
-        why="positions follow from the cache and the mask; packed documents would attend to each other",
-        fix="leave position_ids out, and pass one document a row",
-    )
 
 
 def held_by(model: Any, cache: Any) -> PagedCache:

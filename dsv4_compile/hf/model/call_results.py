@@ -10,6 +10,9 @@ from torch import Tensor
 from ...errors import fail
 from .cache import CACHE_NAME
 
+RECORDED = ("output_hidden_states", "output_router_logits")
+"""Arguments that ask for results of modules inside the model."""
+
 
 def with_cache(result: Any, held: Any, returned: Any) -> Any:
     """Return `result`, a model output or a tuple, with `returned` in place of the cache."""

@@ -25,15 +25,16 @@ from ...metadata import AttentionMetadata
 from ...runtime.repeated_layers import begin_layer, end_layer, marks_are_written_out, repeat_layer
 from .._compat import why_not_saved
 from .cache import CACHE_NAME, PagedCache, cache_like, given_cache
-from .call_checks import NO_WEIGHTS, RECORDED, WHY_NOT_WHOLE, EnteredOnHost, held_by, refuse_uncalled
-from .draft_generate import OPTION, GeneratesWithDrafts
+from .call_checks import NO_WEIGHTS, WHY_NOT_WHOLE, EnteredOnHost, held_by, refuse_uncalled
+from .call_results import RECORDED
 from .generate_call import check_prompt, generating, is_undisturbed, take_own
 from .layer_kinds import SHARED, block_tables_of, later_layers, repeated_in, repeats_of, tensors_of_cache, without_rows
 from .layers import CompilableHead
 from .model_snapshot import Snapshot
 from .redundant_guards import REPEATS, STATE, TENSORS, named
 from .taps import Taps
-from .token_inputs import check_autocast, kept, mark_dynamic_tokens
+from .token_buckets import is_hooked
+from .token_inputs import check_autocast, kept, mark_dynamic_tokens, places_of, restored
 from .unchanged_block import has_block
 
 hf: Any = modeling_deepseek_v4
@@ -126,7 +127,8 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
             # Graphs of one state take tensors of the same layers from their callers.
             state = {STATE: named((snapshot.state, *repeats)), TENSORS: read, REPEATS: repeats}
             repeated = repeated_in(repeats, read)
-            self.__dict__.update({"dsv4_snapshot": snapshot, "dsv4_repeated": repeated, **state})
+            hooked = is_hooked(snapshot.modules)
+            self.__dict__.update({"dsv4_snapshot": snapshot, "dsv4_repeated": repeated, "dsv4_hooked": hooked, **state})
 
     def is_unchanged(self) -> bool:
         """Return whether nothing that `adopt` reads has changed since it last did."""
@@ -152,45 +154,50 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         use_cache: bool | None = None,
         *,
         past_key_values: PagedCache | None = None,
+        token_rows: Tensor | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
         """Append `input_ids` `[B, S]` to the sequences of `cache`, or `past_key_values`, and run them through layers.
 
         A call of the model passes `call_checks.enter`, which gives a call without a cache one and checks the others.
         `attention_mask` `[B, >= S]` marks tokens in its last S columns. Positions follow from the cache.
+        With `token_rows` int `[T]`, which `token_buckets` makes, ids and mask are `[1, T]`, tokens of those sequences.
         """
         assert input_ids is not None
         rows, columns = input_ids.shape
         keep = None if attention_mask is None else kept(attention_mask, columns)
         options = {"cache": past_key_values if cache is None else cache, "use_cache": use_cache, **kwargs}
-        if keep is None or columns == 1:
+        if token_rows is not None:
+            assert keep is not None
+            options["token_rows"] = token_rows, keep[0]
+        elif keep is None or columns == 1:
             return self.forward_neighbours(input_ids, keep, **options)
         # Kernels that pool find a sequence's earlier tokens in the rows before: its tokens go to the last columns.
         padding = (~keep).sum(dim=1, keepdim=True)
-        places = torch.where(keep, padding + keep.cumsum(dim=1), (~keep).cumsum(dim=1)) - 1
+        places = places_of(keep, padding, first=token_rows is not None)
         ids = torch.empty_like(input_ids).scatter(1, places, input_ids)
         result = self.forward_neighbours(ids, torch.arange(columns, device=ids.device) >= padding, **options)
         row = torch.arange(rows, device=ids.device)[:, None]
         if isinstance(result, tuple):  # return_dict=False
-            return _restored(result, row, places)
-        return type(result)(**{name: _restored(value, row, places) for name, value in result.items()})
+            return restored(result, row, places)
+        return type(result)(**{name: restored(value, row, places) for name, value in result.items()})
 
     @_model_forward
     def forward_neighbours(
-        self, input_ids: Tensor, keep: Tensor | None, *, cache: PagedCache | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        keep: Tensor | None,
+        *,
+        cache: PagedCache | None = None,
+        token_rows: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
     ) -> MoeModelOutputWithPast:
-        """Run `forward` for columns of which those in `keep`, bool `[B, S]`, are neighbours in each row."""
+        """Run `forward` for columns that, where `keep` (bool `[B, S]`) is set, are neighbours in each row.
+
+        With `token_rows`, the arguments of `PagedCache.begin_prompts`, in place of `keep`.
+        """
         if cache is None or not cache.entered:
             refuse_uncalled()
-        metadata, repeats, shared = self.begin_step(input_ids, keep, cache)
-        hidden_states = self.run_layers(input_ids, metadata, cache.paged.layers, repeats, shared, **kwargs)
-        results: dict[str, Any] = {"last_hidden_state": hidden_states, CACHE_NAME: cache}
-        return MoeModelOutputWithPast(**results)
-
-    def begin_step(
-        self, input_ids: Tensor, keep: Tensor | None, cache: PagedCache
-    ) -> tuple[AttentionMetadata, Sequence[str], Sequence[Tensor]]:
-        """Append columns to `cache`; return their metadata, and what `run_layers` takes in a trace."""
         check_autocast(input_ids)
         if torch.compiler.is_dynamo_compiling():
             # Guarded in place of modules and settings; parameters that were read here have a short way to the graph.
@@ -202,8 +209,14 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         else:
             repeats = ()
         rows, columns = input_ids.shape
-        metadata = cache.begin_step(rows, columns, keep)
-        return metadata, repeats, block_tables_of(metadata) if repeats else ()
+        if token_rows is None:
+            metadata = cache.begin_step(rows, columns, keep)
+        else:
+            metadata = cache.begin_prompts(*token_rows)
+        shared = block_tables_of(metadata) if repeats else ()
+        hidden_states = self.run_layers(input_ids, metadata, cache.paged.layers, repeats, shared, **kwargs)
+        results: dict[str, Any] = {"last_hidden_state": hidden_states, CACHE_NAME: cache}
+        return MoeModelOutputWithPast(**results)
 
     def run_layers(
         self,
@@ -249,18 +262,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         return normed if taps is None else (normed, taps.read(tapped))
 
 
-def _restored(value: Any, row: Tensor, places: Tensor) -> Any:
-    """Return outputs with the column from `places` `[B, S]` in each column; what has none is returned as it is."""
-    if isinstance(value, tuple):
-        return tuple(_restored(each, row, places) for each in value)
-    if not isinstance(value, Tensor):
-        return value
-    if value.dim() > 2:
-        return value[row, places]
-    return torch.unflatten(value, 0, places.shape)[row, places].flatten(0, 1)
-
-
-class CompilableForCausalLM(GeneratesWithDrafts, EnteredOnHost, hf.DeepseekV4ForCausalLM):
+class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
     """Language model whose `generate` uses the paged cache and marks dynamic dims, so that nothing recompiles."""
 
     # Dynamo must not trace the checks of a wrapper from torch.compile(model), but compile what they call.
@@ -293,13 +295,12 @@ class CompilableForCausalLM(GeneratesWithDrafts, EnteredOnHost, hf.DeepseekV4For
                 'Compile it in place: model.compile(fullgraph=True, backend="dsv4"). '
                 "A wrapper from torch.compile(model) is not used by generate()."
             )
-        drafts = kwargs.pop(OPTION, None)
         cache = given_cache(kwargs)
         if cache is not None:
             kwargs[CACHE_NAME] = cache
         held = None if cache is None else held_by(self.model, cache)
         check_prompt(args, kwargs, held, self.generation_config)
-        with generating(not has_block(self.model) and is_undisturbed(self, args, kwargs), drafts):
+        with generating(not has_block(self.model) and is_undisturbed(self, args, kwargs)):
             return super().generate(*args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:

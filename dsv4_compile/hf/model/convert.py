@@ -22,6 +22,7 @@ from .causal_lm import CompilableForCausalLM, hf
 from .convert_drafts import check_drafts, convert_drafts, revert_drafts
 from .convert_stack import check_stack, convert_stack, revert_stack
 from .draft_model import DraftModel
+from .token_buckets import COMPILED_AS
 from .undo_convert import undone_on_failure
 from .weight_types import embedding_weight
 
@@ -194,6 +195,7 @@ def revert(model: Any) -> Any:
     revert_stack(model)
     for module in (model, model.model):
         module._compiled_call_impl = None  # compiled for one graph, which the original forward is not
+        module.__dict__.pop(COMPILED_AS, None)
     for name in ("dsv4_cache", "dsv4_in_step"):
         del model.model.__dict__[name]
     model.__dict__.pop("_dsv4_warned", None)

@@ -37,6 +37,7 @@ _ORIGINAL = {compilable: original for original, compilable in (_COMPILABLE | lay
 _NOT_ADOPTED: Mapping[str, Any] = {
     "dsv4_snapshot": None,
     "dsv4_repeated": Repeated(),
+    "dsv4_hooked": False,
     STATE: "",
     TENSORS: {},
     REPEATS: (),

@@ -34,7 +34,7 @@ TENSORS = "dsv4_parameters"
 REPEATS = "dsv4_repeats"
 """Attribute of a decoder stack that follows from its state: see `layer_kinds.repeats_of`."""
 SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_OF_CACHE = (TENSORS, "paged", "seq_lens", "columns")
+_OF_CACHE = (TENSORS, "paged", "seq_lens")
 _OF_MODULE = {"TYPE_MATCH", "HASATTR", "NOT_PRESENT_IN_GENERIC_DICT", "CLASS_MATCH", "DUPLICATE_INPUT"}
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\['([^']+)'\]")

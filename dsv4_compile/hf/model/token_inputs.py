@@ -46,6 +46,31 @@ def kept(mask: Tensor, columns: int) -> Tensor:
     return mask[:, mask.shape[1] - columns :] != 0
 
 
+def places_of(keep: Tensor, padding: Tensor, *, first: bool) -> Tensor:
+    """Return the column int64 `[B, S]` that each column moves to, so that the tokens of a row are neighbours.
+
+    Args:
+        keep: bool `[B, S]`, which columns hold a token.
+        padding: int64 `[B, 1]`, number of those that hold none.
+        first: tokens move to the first columns, as in batches of engines; else to the last.
+    """
+    tokens, others = keep.cumsum(dim=1), (~keep).cumsum(dim=1)
+    if first:
+        return torch.where(keep, tokens, keep.shape[1] - padding + others) - 1
+    return torch.where(keep, padding + tokens, others) - 1
+
+
+def restored(value: Any, row: Tensor, places: Tensor) -> Any:
+    """Return outputs with the column from `places` `[B, S]` in each column; what has none is returned as it is."""
+    if isinstance(value, tuple):
+        return tuple(restored(each, row, places) for each in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() > 2:
+        return value[row, places]
+    return torch.unflatten(value, 0, places.shape)[row, places].flatten(0, 1)
+
+
 def check_ids(ids: Any) -> None:
     """Raise E208 unless `ids` are a tensor of token ids `[batch, columns]`."""
     if not isinstance(ids, Tensor):

@@ -12,7 +12,7 @@ from ...cache import LayerCache
 from ...metadata import AttentionMetadata, MetadataBuffers
 from ...runtime import DecodeRunner
 from ...runtime.repeated_layers import Handed, handed, marks_are_written_out
-from ...runtime.step import Buckets, StepFunction, StepInputs, step_call
+from ...runtime.step import Buckets, StepFunction, StepInputs, no_requests, step_call
 from ..model.layer_kinds import Repeated, tensors_of_step
 from .sampling import COLUMNS, likeliest_tokens
 
@@ -24,31 +24,15 @@ class _Tokens(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.model = model
 
-    def layers(
-        self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache], **options: Any
-    ) -> Any:
-        """Return hidden states `[T, hidden]` of `input_ids` `[T]`, and taps if `options` ask for them."""
+    def layers(self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]) -> Tensor:
+        """Return hidden states `[T, hidden]` of `input_ids` `[T]`."""
         stack = self.model.model
         # The state names all that layers depend on, and is guarded.
         repeated = torch.compiler.is_dynamo_compiling() and marks_are_written_out() and stack.dsv4_state
         repeats = stack.dsv4_repeats if repeated else ()
         shared = tensors_of_step(metadata) if repeats else ()
-        result = stack.run_layers(input_ids[None], metadata, caches, repeats, shared, **options)
-        return (result[0][0], result[1]) if options else result[0]
-
-
-class TappedTokens(_Tokens):
-    """Tokens of any requests, with what the model's drafts read of its layers."""
-
-    def tapped(
-        self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]
-    ) -> tuple[Tensor, ...]:
-        """Return hidden states `[T, hidden]`, and taps `[T, ...]` if the drafts have any."""
-        taps = self.model.dsv4_drafts.taps
-        if taps is None:
-            return (self.layers(input_ids, metadata, caches),)
-        hidden, tapped = self.layers(input_ids, metadata, caches, taps=taps)
-        return hidden, tapped
+        hidden: Tensor = stack.run_layers(input_ids[None], metadata, caches, repeats, shared)[0]
+        return hidden
 
 
 def with_repeated(step: StepFunction, model: Any, caches: Sequence[LayerCache]) -> StepFunction:
@@ -79,17 +63,7 @@ class PrefillTokens(_Tokens):
     """Prompt tokens of any requests: hidden states `[T, hidden]`, since few rows need logits."""
 
     def forward(self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]) -> Tensor:
-        hidden: Tensor = self.layers(input_ids, metadata, caches)
-        return hidden
-
-
-class TappedPrefill(TappedTokens):
-    """`PrefillTokens` of a model with drafts: hidden states, and what the drafts read."""
-
-    def forward(
-        self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]
-    ) -> tuple[Tensor, ...]:
-        return self.tapped(input_ids, metadata, caches)
+        return self.layers(input_ids, metadata, caches)
 
 
 class Staged:
@@ -131,9 +105,15 @@ class Part:
             for size in self.buckets.sizes
         }
         device = buffers.tensors["seq_lens"].device
-        numbers = 2 * buffers.max_num_batched_tokens + 4 * buffers.max_num_seqs + 1
+        numbers = buffers.max_num_batched_tokens + 4 * buffers.max_num_seqs + 1
         self.ints = Staged(numbers, torch.int64, device)
         self.floats = Staged(buffers.max_num_seqs * COLUMNS, torch.float64, device)
+
+    def compile(self) -> None:
+        """Run a step of padding alone of each graph: torch.compile has one for one row, and one for several."""
+        with no_requests(self.buffers):
+            for size in self.buckets.sizes[: 2 if self.buckets.sizes[0] == 1 else 1]:
+                self._calls[size]()
 
     def run(self, tokens: list[list[int]], lengths: list[int], places: Sequence[Sequence[int]]) -> tuple[Any, Any]:
         """Run the step for new `tokens` of each slot, which then holds `lengths`; return outputs and `places` there."""
