@@ -33,11 +33,19 @@ def pdl_option(enabled: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if enabled else {}
 
 
+def uses_pdl(gpu: Gpu, programs: int) -> bool:
+    """Return whether a launch of `programs` CTAs on `gpu` uses PDL."""
+    return supports_pdl(gpu) and programs <= MAX_CTAS_PER_SM * gpu.sms
+
+
+def pdl_constants(enabled: bool) -> dict[str, bool]:
+    """Return constant and option for a launch of a kernel that begins with `pdl_prologue(PDL)`."""
+    return {"PDL": enabled, **pdl_option(enabled)}
+
+
 def pdl_arguments(device: torch.device, programs: int) -> dict[str, bool]:
     """Return constant and option for a launch of `programs` CTAs of a kernel that begins with `pdl_prologue(PDL)`."""
-    gpu = gpu_of(device)
-    enabled = supports_pdl(gpu) and programs <= MAX_CTAS_PER_SM * gpu.sms
-    return {"PDL": enabled, **pdl_option(enabled)}
+    return pdl_constants(uses_pdl(gpu_of(device), programs))
 
 
 @triton.jit

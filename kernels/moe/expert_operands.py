@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...reference.moe.expert_weights import columns, weight_format
+from ...reference.moe.moe_experts import ExpertsArguments
 
 
 def descriptor(weight: Tensor, halves: int, rows: int, block_k: int) -> Any:
@@ -76,6 +77,16 @@ class SplitRows(NamedTuple):
     mask: Any
 
 
+class WeightShape(NamedTuple):
+    """Shape `[experts, rows, size]` in elements and format of a weight, and whether its scales are powers of two."""
+
+    experts: int
+    rows: int
+    size: int
+    kind: str
+    power_scales: bool
+
+
 class Weight(NamedTuple):
     """A weight `[E, N, K]` as kernels take it: elements or words, and its scales."""
 
@@ -108,6 +119,34 @@ class Weight(NamedTuple):
         return self.scale is not None and self.scale.dtype is not torch.float32
 
     @property
+    def shape(self) -> WeightShape:
+        """The shape and format."""
+        experts, rows, _ = self.values.shape
+        return WeightShape(experts, rows, self.size, self.kind, self.has_power_scales)
+
+    @property
     def pack(self) -> int:
         """Elements of K in an element of `values`."""
         return 8 if self.kind == "mxfp4" else 1
+
+
+class Problem(NamedTuple):
+    """Sizes and formats of a call, tokens apart: its weights, the experts of a token, and the order of MXFP4 rows."""
+
+    w13: WeightShape
+    w2: WeightShape
+    shared: tuple[WeightShape, WeightShape] | None
+    top_k: int
+    interleaved: bool
+
+
+Weights = tuple[Weight, Weight, "tuple[Weight, Weight] | None"]
+"""Both weights of the routed experts, and of the shared one if there is one."""
+
+
+def weights_of(call: ExpertsArguments) -> Weights:
+    """Return both weights of the routed experts, and of the shared one if there is one."""
+    routed = Weight.of(call.w13, call.w13_scale), Weight.of(call.w2, call.w2_scale)
+    if call.shared_w13 is None or call.shared_w2 is None:
+        return *routed, None
+    return *routed, (Weight.of(call.shared_w13, call.shared_w13_scale), Weight.of(call.shared_w2, call.shared_w2_scale))

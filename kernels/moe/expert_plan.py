@@ -172,6 +172,11 @@ def most_tiles(places: int, experts: int, tile: int) -> int:
     return places // tile + min(places, experts)
 
 
+def sort_programs(places: int) -> int:
+    """Return the CTAs that sort `places` places."""
+    return cdiv(places, MOST_PLACES)
+
+
 def plan_places(ids: Tensor, first_expert: int, experts: int, tile: int) -> tuple[Tensor, Tensor]:
     """Sort the places of contiguous `ids` by expert.
 
@@ -180,7 +185,7 @@ def plan_places(ids: Tensor, first_expert: int, experts: int, tile: int) -> tupl
         tiles: int32 `[most_tiles, 4]`: expert, or -1 for an unused tile, its first place in `order`, and the end of its
             expert's places there.
     """
-    places, programs = ids.numel(), cdiv(ids.numel(), MOST_PLACES)
+    places, programs = ids.numel(), sort_programs(ids.numel())
     experts_pow2 = triton.next_power_of_2(experts)
     order = torch.empty(places, dtype=torch.int32, device=ids.device)
     tiles = torch.empty((most_tiles(places, experts, tile), FIELDS.value), dtype=torch.int32, device=ids.device)

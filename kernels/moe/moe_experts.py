@@ -9,6 +9,7 @@ of arrival. Very many tokens are added by a separate launch, and come in passes 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,17 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..._compat import triton_known
 from ...layout import WEIGHT_TILE, cdiv
 from ...reference.moe.expert_weights import SCALE_COLUMNS, columns, weight_format
 from ...reference.moe.moe_experts import ExpertsArguments
 from ..host.addresses import first_byte
-from ..host.gpu import SM90, Gpu, gpu_of, register_limit, sm90_module
+from ..host.gpu import SM90, Gpu, gpu_of, register_limit
 from ..host.launch import launch_kernel
-from ..host.pdl import pdl_arguments, pdl_prologue
+from ..host.pdl import pdl_constants, pdl_prologue, uses_pdl
 from ..host.semaphores import arrival_counters
+from . import moe_experts_sm90 as sm90
 from .expert_gemm import multiply, swiglu, unpacked_element, unpacked_position
-from .expert_operands import GemmTile, TokenRows, Weight, WeightRows
-from .expert_plan import FIELDS, local_expert, most_tiles, plan_places
+from .expert_operands import GemmTile, Problem, TokenRows, Weight, WeightRows, Weights, WeightShape, weights_of
+from .expert_plan import FIELDS, local_expert, most_tiles, plan_places, sort_programs
 from .expert_sum import SUM_TOKENS, ExpertIds, SumShape, add_up_last, add_up_places
 
 FEW_PLACES = 1024
@@ -272,11 +275,11 @@ HOPPER_MANY = {
 """Tilings for many tokens on Hopper, by format and tokens. With 4 warps a warp unpacks for twice as many products."""
 
 
-def _most_tokens_of_tile(gpu: Gpu, weights: Sequence[Weight]) -> int:
+def _most_tokens_of_tile(gpu: Gpu, weights: Sequence[WeightShape]) -> int:
     """Return the largest tile of tokens that `weights` of one kind of experts take."""
     if gpu.capability != SM90:
         return 128 if gpu.backend == "cuda" else 64
-    return 64 if any(weight.kind == "e4m3" and not weight.has_power_scales for weight in weights) else 128
+    return 64 if any(weight.kind == "e4m3" and not weight.power_scales for weight in weights) else 128
 
 
 def choose_tokens(places: int, experts: int, largest: int) -> int:
@@ -322,104 +325,184 @@ def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, ctas: 
     return ExpertTiling(128 if wide else 64, tokens, block_k, 4, stages, registers)
 
 
+class GemmPlan(NamedTuple):
+    """A launch of GEMMs: its CTAs, tiles of both kinds of experts, warps, registers of a thread or 0, and PDL."""
+
+    programs: int
+    tile: GemmTile
+    shared_tile: GemmTile
+    warps: int
+    registers: int
+    pdl: bool
+
+
+class ExpertsPlan(NamedTuple):
+    """The launches of a pass.
+
+    Attributes:
+        lists: how a CTA finds its places: PLAN_NONE, PLAN_PLACES or PLAN_TILES. sort: CTAs that sort places, 0 without.
+        places_pow2: places, rounded up to a power of two, where a CTA looks at all of them.
+        reorder: CTAs that reorder x, 0 without such a launch. reorder_pdl: whether it uses PDL.
+        exact: whether experts' results are kept in float32. sums: whether the last CTA of `down` adds them up.
+    """
+
+    lists: int
+    sort: int
+    places_pow2: int
+    reorder: int
+    reorder_pdl: bool
+    gate_up: GemmPlan
+    down: GemmPlan
+    exact: bool
+    sums: bool
+
+    @property
+    def variant(self) -> ExpertsPlan:
+        """The plan without the numbers of CTAs."""
+        return self._replace(
+            sort=triton.next_power_of_2(self.sort) if self.sort else 0,
+            reorder=min(self.reorder, 1),
+            gate_up=self.gate_up._replace(programs=0),
+            down=self.down._replace(programs=0),
+        )
+
+
+def problem_of(call: ExpertsArguments) -> Problem:
+    """Return the sizes and formats of a call."""
+    w13, w2, shared = weights_of(call)
+    shapes = None if shared is None else (shared[0].shape, shared[1].shape)
+    return Problem(w13.shape, w2.shape, shapes, call.ids.shape[1], call.interleaved)
+
+
+@functools.lru_cache(1024)
+def plan(problem: Problem, tokens: int, gpu: Gpu) -> ExpertsPlan | sm90.SplitPlan:
+    """Return the launches of a pass of `tokens` tokens, at most MOST_TOKENS."""
+    if not problem.interleaved and gpu.capability == SM90 and triton_known() and sm90.fits(problem, tokens, gpu):
+        return sm90.plan_split(problem, tokens, gpu)
+    w13, w2, experts = problem.w13, problem.w2, problem.w13.experts
+    places, shared13, shared2 = tokens * problem.top_k, *(problem.shared or (None, None))
+    tile = choose_tokens(places, experts, _most_tokens_of_tile(gpu, (w13, w2)))
+    lists, slots, sort = (PLAN_PLACES, places, 0) if places <= experts else (PLAN_NONE, experts, 0)
+    if places > FEW_PLACES:
+        lists, slots, sort = PLAN_TILES, most_tiles(places, experts, tile), sort_programs(places)
+    shared_tile = _tokens_of_shared(gpu, tokens, tile, _most_tokens_of_tile(gpu, problem.shared or ()))
+    shared_slots = cdiv(tokens, shared_tile) if problem.shared is not None else 0
+    # The interpreter, too, reads descriptors.
+    tma = gpu.backend != "hip" and (gpu.backend != "cuda" or gpu.capability >= 90)
+    ptx = gpu.backend == "cuda" and gpu.capability >= 90
+
+    def gemms(first: WeightShape, second: WeightShape | None, columns: int, shared_columns: int) -> GemmPlan:
+        """Return a launch whose tiles have all rows, of which `columns` and `shared_columns` are results."""
+        ctas, rows = (slots + shared_slots) * first.rows / 64 / gpu.sms, first.rows
+        if second is not None:
+            rows = math.gcd(rows, second.rows)
+        tiling = choose_tiling(gpu, tile, first.kind, rows, first.size, ctas)
+        of_tile = GemmTile(
+            tiling.rows, tile, tiling.block_k, tiling.stages, first.kind, problem.interleaved, tma, ptx
+        )  # fmt: skip
+        of_shared = of_tile._replace(tokens=shared_tile, kind="none", interleaved=False)
+        if second is not None:
+            shared_tiling = choose_tiling(gpu, shared_tile, second.kind, rows, second.size, ctas)
+            mixed = first.kind == "mxfp4" and second.kind == "e4m3" and ctas > FEW_CTAS
+            if mixed:
+                shared_tiling = shared_tiling._replace(block_k=min(shared_tiling.block_k, MIXED_BLOCK_K))
+            if mixed or shared_tiling.rows > tiling.rows:  # more stages would take the shared memory of a further CTA
+                shared_tiling = shared_tiling._replace(stages=min(shared_tiling.stages, 3))
+            of_shared = of_shared._replace(
+                kind=second.kind, block_k=shared_tiling.block_k, stages=shared_tiling.stages
+            )  # fmt: skip
+        programs = shared_slots * (shared_columns // tiling.rows) + slots * (columns // tiling.rows)
+        pdl = uses_pdl(gpu, programs)
+        return GemmPlan(programs, of_tile, of_shared, tiling.warps, tiling.registers, pdl)
+
+    reads_unpacked = "mxfp4" in (w13.kind if not problem.interleaved else "", shared13.kind if shared13 else "")
+    reorder = tokens * cdiv(w13.size, REORDERED_COLUMNS) if reads_unpacked else 0
+    return ExpertsPlan(
+        lists=lists,
+        sort=sort,
+        places_pow2=16 if lists == PLAN_TILES else triton.next_power_of_2(max(16, places)),
+        reorder=reorder,
+        reorder_pdl=reads_unpacked and uses_pdl(gpu, reorder),
+        gate_up=gemms(w13, shared13, w13.rows, shared13.rows if shared13 else 0),
+        down=gemms(w2, shared2, w2.rows, w2.rows),
+        exact=tokens <= EXACT_TOKENS,
+        sums=tokens <= FEW_TOKENS,
+    )
+
+
 def moe_experts(call: ExpertsArguments) -> Tensor:
     """Add each token's experts up, on tensor cores; hidden states are rounded to bfloat16 between the GEMMs."""
     out = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
-    ids, weights = call.ids.contiguous(), call.weights.contiguous()
-    passes = cdiv(len(out), MOST_TOKENS)
+    ids, weights, gpu = call.ids.contiguous(), call.weights.contiguous(), gpu_of(call.x.device)
+    passes, problem, operands = cdiv(len(out), MOST_TOKENS), problem_of(call), weights_of(call)
     for number in range(passes):
-        tokens = slice(len(out) * number // passes, len(out) * (number + 1) // passes)
-        _launch(call._replace(x=call.x[tokens], ids=ids[tokens], weights=weights[tokens]), out[tokens])
+        rows = slice(len(out) * number // passes, len(out) * (number + 1) // passes)
+        one = call._replace(x=call.x[rows], ids=ids[rows], weights=weights[rows])
+        pass_plan = plan(problem, len(one.x), gpu)
+        if isinstance(pass_plan, sm90.SplitPlan):
+            sm90.launch(one, operands, pass_plan, out[rows])
+        else:
+            _launch(one, operands, pass_plan, out[rows])
     return out
 
 
-def _launch(call: ExpertsArguments, out: Tensor) -> None:
+def _launch(call: ExpertsArguments, weights: Weights, plan: ExpertsPlan, out: Tensor) -> None:
     """Fill `out` with the results of a pass."""
-    (tokens, hidden), top_k, device, gpu = call.x.shape, call.ids.shape[1], call.x.device, gpu_of(call.x.device)
-    w13, w2 = Weight.of(call.w13, call.w13_scale), Weight.of(call.w2, call.w2_scale)
+    (tokens, hidden), top_k, device = call.x.shape, call.ids.shape[1], call.x.device
+    w13, w2, shared = weights
+    shared13, shared2 = shared or (None, None)
     experts, places, inner = call.w13.shape[0], tokens * top_k, w2.size
-    shared = None
-    if call.shared_w13 is not None and call.shared_w2 is not None:
-        shared = Weight.of(call.shared_w13, call.shared_w13_scale), Weight.of(call.shared_w2, call.shared_w2_scale)
-    sm90 = None if call.interleaved else sm90_module(gpu, "moe.moe_experts_sm90")
-    if sm90 is not None and sm90.fits(w13, w2, shared, places, gpu):
-        sm90.launch(call, w13, w2, shared, out)
-        return
-    shared13, shared2 = (None, None) if shared is None else shared
     shared_inner = 0 if shared2 is None else shared2.size
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    tile = choose_tokens(places, experts, _most_tokens_of_tile(gpu, (w13, w2)))
+    def operands(first: Weight, second: Weight | None, halves: int, gemms: GemmPlan) -> tuple[Any, ...]:
+        """Return the weights of a launch as its arguments."""
+        rows, tma = gemms.tile.rows, gemms.tile.tma
+        routed = first.operand(halves, rows, gemms.tile.block_k, tma), first.scale
+        if second is None:
+            return *routed, None, None
+        return *routed, second.operand(halves, rows, gemms.shared_tile.block_k, tma), second.scale
+
+    def options(gemms: GemmPlan) -> dict[str, Any]:
+        """Return the constants and options of a launch."""
+        constants = {"TILE": gemms.tile, "SHARED_TILE": gemms.shared_tile, "num_warps": gemms.warps}
+        return constants | register_limit(device, gemms.registers) | pdl_constants(gemms.pdl)
+
     order = tiles = None
-    if places > FEW_PLACES:
-        plan, slots = PLAN_TILES, most_tiles(places, experts, tile)
-        order, tiles = plan_places(call.ids, call.first_expert, experts, tile)
-    else:
-        plan, slots = (PLAN_PLACES, places) if places <= experts else (PLAN_NONE, experts)
-    shared_tile = _tokens_of_shared(gpu, tokens, tile, _most_tokens_of_tile(gpu, shared or ()))
-    shared_slots = cdiv(tokens, shared_tile) if shared_inner else 0
+    if plan.lists == PLAN_TILES:
+        order, tiles = plan_places(call.ids, call.first_expert, experts, plan.gate_up.tile.tokens)
     hidden_states = empty(places, inner)
     shared_states = empty(tokens, shared_inner) if shared_inner else None
-    result_dtype = torch.float32 if tokens <= EXACT_TOKENS else torch.bfloat16
-    results = empty(places + (tokens if shared_inner else 0), hidden, dtype=result_dtype)
-    sums = tokens <= FEW_TOKENS
-    # The interpreter, too, reads descriptors.
-    tma = gpu.backend != "hip" and (gpu.backend != "cuda" or gpu.capability >= 90)
-    ptx = gpu.backend == "cuda" and gpu.capability >= 90
-    shared_sizes = {
+    rows = places + (tokens if shared_inner else 0)
+    results = empty(rows, hidden, dtype=torch.float32 if plan.exact else torch.bfloat16)
+    sizes = {
         "HIDDEN": hidden,
         "INNER": inner,
         "SHARED_INNER": shared_inner,
         "TOP_K": top_k,
         "EXPERTS": experts,
-        "PLACES_POW2": 16 if plan == PLAN_TILES else triton.next_power_of_2(max(16, places)),
-        "PLAN": plan,
+        "PLACES_POW2": plan.places_pow2,
+        "PLAN": plan.lists,
     }
-
-    def product(first: Weight, second: Weight | None, halves: int) -> tuple[tuple[Any, ...], dict, int]:
-        """Return weights, constants and rows of a tile of a launch over all rows of both weights."""
-        rows = first.values.shape[1]
-        ctas = (slots + shared_slots) * rows / 64 / gpu.sms
-        if second is not None:
-            rows = math.gcd(rows, second.values.shape[1])
-        tiling = choose_tiling(gpu, tile, first.kind, rows, first.size, ctas)
-        operand = first.operand(halves, tiling.rows, tiling.block_k, tma)
-        of_tile = GemmTile(tiling.rows, tile, tiling.block_k, tiling.stages, first.kind, call.interleaved, tma, ptx)
-        of_shared = of_tile._replace(tokens=shared_tile, kind="none", interleaved=False)
-        operands: tuple[Any, ...] = (operand, first.scale, None, None)
-        if second is not None:
-            other = choose_tiling(gpu, shared_tile, second.kind, rows, second.size, ctas)
-            mixed = first.kind == "mxfp4" and second.kind == "e4m3" and ctas > FEW_CTAS
-            if mixed:
-                other = other._replace(block_k=min(other.block_k, MIXED_BLOCK_K))
-            if mixed or other.rows > tiling.rows:  # more stages would cost a CTA per SM
-                other = other._replace(stages=min(other.stages, 3))
-            of_shared = of_shared._replace(kind=second.kind, block_k=other.block_k, stages=other.stages)
-            operands = operand, first.scale, second.operand(halves, tiling.rows, other.block_k, tma), second.scale
-        constants = {"TILE": of_tile, "SHARED_TILE": of_shared, "num_warps": tiling.warps}
-        return operands, constants | register_limit(device, tiling.registers), tiling.rows
-
     reordered = None
-    if "mxfp4" in (w13.kind if not call.interleaved else "", shared13.kind if shared13 is not None else ""):
-        reordered, programs = empty(tokens, hidden), tokens * cdiv(hidden, REORDERED_COLUMNS)
+    if plan.reorder:
+        reordered = empty(tokens, hidden)
         launch_kernel(
             reorder_kernel,
-            (programs,),
+            (plan.reorder,),
             reordered,
             call.x,
             call.x.stride(),
             HIDDEN=hidden,
             COLUMNS=REORDERED_COLUMNS,
             num_warps=4,
-            **pdl_arguments(device, programs),
+            **pdl_constants(plan.reorder_pdl),
         )
-    operands, constants, rows = product(w13, shared13, 2)
-    programs = shared_slots * (2 * shared_inner // rows) + slots * (2 * inner // rows)
     launch_kernel(
         gate_up_kernel,
-        (programs,),
+        (plan.gate_up.programs,),
         hidden_states,
         shared_states,
         call.x,
@@ -427,41 +510,37 @@ def _launch(call: ExpertsArguments, out: Tensor) -> None:
         call.ids,
         order,
         tiles,
-        *operands,
+        *operands(w13, shared13, 2, plan.gate_up),
         call.x.stride(),
         tokens,
         places,
         call.first_expert,
         float(call.limit),
         PERMUTED_HIDDEN=w2.kind == "mxfp4" and not call.interleaved,
-        **shared_sizes,
-        **constants,
-        **pdl_arguments(device, programs),
+        **sizes,
+        **options(plan.gate_up),
     )
-    operands, constants, rows = product(w2, shared2, 1)
-    programs = (shared_slots + slots) * (hidden // rows)
     launch_kernel(
         down_kernel,
-        (programs,),
+        (plan.down.programs,),
         out,
         results,
-        arrival_counters(hidden // rows, device) if sums else None,
+        arrival_counters(hidden // plan.down.tile.rows, device) if plan.sums else None,
         hidden_states,
         shared_states,
         call.weights,
         call.ids,
         order,
         tiles,
-        *operands,
+        *operands(w2, shared2, 1, plan.down),
         tokens,
         places,
         call.first_expert,
-        SUM=SumShape(hidden, top_k, experts, shared is not None, SUM_TOKENS) if sums else None,
-        **shared_sizes,
-        **constants,
-        **pdl_arguments(device, programs),
+        SUM=SumShape(hidden, top_k, experts, shared is not None, SUM_TOKENS) if plan.sums else None,
+        **sizes,
+        **options(plan.down),
     )
-    if not sums:
+    if not plan.sums:
         add_up_places(call, results, shared is not None, experts, out)
 
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from ...layout import cdiv
 from ...reference.moe.expert_weights import SCALE_COLUMNS
 from ...reference.moe.moe_experts import ExpertsArguments
-from ..host.gpu import Gpu, gpu_of, register_limit
+from ..host.gpu import Gpu, register_limit
 from ..host.launch import launch_kernel
-from ..host.pdl import pdl_arguments, pdl_prologue
+from ..host.pdl import pdl_constants, pdl_prologue, uses_pdl
 from .expert_gemm import swiglu
 from .expert_gemm_sm90 import multiply_e4m3, multiply_mxfp4, split_e4m3, split_element, split_position
-from .expert_operands import GemmTile, SplitRows, Weight, WeightRows, descriptor
+from .expert_operands import GemmTile, Problem, SplitRows, Weight, WeightRows, Weights, WeightShape, descriptor
 from .expert_plan import PlanShape, most_tiles, plan_some
 from .expert_sum import add_up_places
 
@@ -241,102 +241,144 @@ def split_down_kernel(
             tl.store(p_results + place[None, :] * HIDDEN + o_row[:, None], acc, mask[None, :])
 
 
-def fits(w13: Weight, w2: Weight, shared: tuple[Weight, Weight] | None, places: int, gpu: Gpu) -> bool:
+class SplitPlan(NamedTuple):
+    """The launches of a call: their CTAs, compile-time sizes and tiles, and whether they use PDL.
+
+    `tiles` is the number of tiles that the places may need.
+    """
+
+    tiles: int
+    split: int
+    split_shape: SplitShape
+    split_pdl: bool
+    gate_up: int
+    gate_up_tile: GemmTile
+    gate_up_pdl: bool
+    down: int
+    down_tile: GemmTile
+    down_pdl: bool
+    shared_tile: GemmTile
+
+    @property
+    def variant(self) -> SplitPlan:
+        """The plan without the numbers of CTAs and tiles."""
+        return self._replace(tiles=0, split=0, gate_up=0, down=0)
+
+
+def fits(problem: Problem, tokens: int, gpu: Gpu) -> bool:
     """Return whether each expert has few of the places, and its CTAs are enough for the GPU."""
-    experts = len(w13.values)
-    if (w13.kind, w2.kind) != ("mxfp4", "mxfp4") or any(weight.kind != "e4m3" for weight in shared or ()):
+    w13, w2, places = problem.w13, problem.w2, tokens * problem.top_k
+    if (w13.kind, w2.kind) != ("mxfp4", "mxfp4") or any(weight.kind != "e4m3" for weight in problem.shared or ()):
         return False
-    ctas = min(places, experts) * 2 * w2.size / 64 / gpu.sms
-    return places <= min(MOST_PLACES, MOST_EACH * experts) and ctas > FEW_CTAS
+    ctas = min(places, w13.experts) * 2 * w2.size / 64 / gpu.sms
+    return places <= min(MOST_PLACES, MOST_EACH * w13.experts) and ctas > FEW_CTAS
 
 
-def launch(call: ExpertsArguments, w13: Weight, w2: Weight, shared: tuple[Weight, Weight] | None, out: Tensor) -> None:
+def plan_split(problem: Problem, tokens: int, gpu: Gpu) -> SplitPlan:
+    """Return the launches of a call that fits."""
+    w13, w2, shared = problem.w13, problem.w2, problem.shared
+    places, experts = tokens * problem.top_k, w13.experts
+    tiles, shared_slots = most_tiles(places, experts, TOKENS), cdiv(tokens, SHARED_TOKENS) if shared else 0
+    tile_pow2 = triton.next_power_of_2(tiles)
+    place_plan = PlanShape(experts, PLANNED, TOKENS, triton.next_power_of_2(max(16, places)), tile_pow2)
+    ptx = gpu.backend == "cuda"
+
+    def tile_of(weight: WeightShape) -> GemmTile:
+        block_k = BLOCK_K if weight.size % BLOCK_K == 0 else SCALE_COLUMNS
+        return GemmTile(ROWS, TOKENS, block_k, STAGES, "mxfp4", interleaved=False, tma=True, ptx=ptx)
+
+    split = cdiv(places, PLANNED) + (2 if shared else 1) * tokens
+    gate_up = shared_slots * (shared[1].size // HALF if shared else 0) + tiles * (w2.size // HALF)
+    down = (shared_slots + tiles) * (w2.rows // ROWS)
+    return SplitPlan(
+        tiles=tiles,
+        split=split,
+        split_shape=SplitShape(w13.size, place_plan),
+        split_pdl=uses_pdl(gpu, split),
+        gate_up=gate_up,
+        gate_up_tile=tile_of(w13),
+        gate_up_pdl=uses_pdl(gpu, gate_up),
+        down=down,
+        down_tile=tile_of(w2),
+        down_pdl=uses_pdl(gpu, down),
+        shared_tile=GemmTile(ROWS, SHARED_TOKENS, HALF, SHARED_STAGES, "e4m3", interleaved=False, tma=True, ptx=ptx),
+    )
+
+
+def launch(call: ExpertsArguments, weights: Weights, plan: SplitPlan, out: Tensor) -> None:
     """Fill `out` with the results of a call that fits, of at most MOST_PLACES places."""
-    (tokens, hidden), top_k, device = call.x.shape, call.ids.shape[1], call.x.device
-    experts, places, inner = len(w13.values), tokens * top_k, w2.size
+    (tokens, hidden), top_k, device, (w13, w2, shared) = call.x.shape, call.ids.shape[1], call.x.device, weights
+    places, inner = tokens * top_k, w2.size
     shared_inner = shared[1].size if shared is not None else 0
-    e4m3, tiles = torch.float8_e4m3fn, most_tiles(places, experts, TOKENS)
+    e4m3 = torch.float8_e4m3fn
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    orders = 1 if shared is None else 2
-    split, split_scale = empty(orders, tokens, 2, hidden, dtype=e4m3), empty(tokens)
-    tile_list = empty(tiles, 2 + TOKENS, dtype=torch.int32)
+    split, split_scale = empty(1 if shared is None else 2, tokens, 2, hidden, dtype=e4m3), empty(tokens)
+    tile_list = empty(plan.tiles, 2 + TOKENS, dtype=torch.int32)
     states = empty(places, 2, inner, dtype=e4m3), empty(places, inner // HALF)
     shared_states: tuple[Tensor | None, Tensor | None] = None, None
     if shared is not None:
         shared_states = empty(tokens, 2, shared_inner, dtype=e4m3), empty(tokens, shared_inner // HALF)
     results = empty(places + (tokens if shared is not None else 0), hidden)
-
-    places_pow2 = triton.next_power_of_2(max(16, places))
-    plan = PlanShape(experts, PLANNED, TOKENS, places_pow2, triton.next_power_of_2(tiles))
-    programs = cdiv(places, PLANNED) + orders * tokens
     launch_kernel(
         split_kernel,
-        (programs,),
+        (plan.split,),
         (split, split_scale, tile_list),
         (call.x, call.ids),
         call.x.stride(),
         tokens,
         places,
         call.first_expert,
-        tiles,
-        SHAPE=SplitShape(hidden, plan),
+        plan.tiles,
+        SHAPE=plan.split_shape,
         num_warps=SPLIT_WARPS,
-        **pdl_arguments(device, programs),
+        **pdl_constants(plan.split_pdl),
     )
-    ptx = gpu_of(device).backend == "cuda"
     sizes = {"HIDDEN": hidden, "INNER": inner, "SHARED_INNER": shared_inner, "num_warps": 4}
     sizes |= register_limit(device, REGISTERS)
-    shared_tile = GemmTile(ROWS, SHARED_TOKENS, HALF, SHARED_STAGES, "e4m3", interleaved=False, tma=True, ptx=ptx)
-    shared_slots = cdiv(tokens, SHARED_TOKENS) if shared is not None else 0
 
-    def product(weight: Weight, other: Weight | None, halves: int) -> tuple[tuple[object, ...], GemmTile]:
-        """Return the weights of a launch as its arguments, and its tile."""
-        block_k = BLOCK_K if weight.size % BLOCK_K == 0 else SCALE_COLUMNS
-        values = descriptor(weight.values.view(torch.uint8), halves, ROWS, block_k // 2)
-        other_operands = (None, None) if other is None else (descriptor(other.values, halves, ROWS, HALF), other.scale)
-        tile = GemmTile(ROWS, TOKENS, block_k, STAGES, "mxfp4", interleaved=False, tma=True, ptx=ptx)
-        return (values, weight.scale, *other_operands), tile
+    def operands(weight: Weight, second: Weight | None, halves: int, tile: GemmTile) -> tuple[object, ...]:
+        """Return the weights of a launch as its arguments."""
+        values = descriptor(weight.values.view(torch.uint8), halves, ROWS, tile.block_k // 2)
+        if second is None:
+            return values, weight.scale, None, None
+        return values, weight.scale, descriptor(second.values, halves, ROWS, HALF), second.scale
 
-    first, second = (None, None) if shared is None else shared
-    weights, tile = product(w13, first, 2)
-    programs = shared_slots * (shared_inner // HALF) + tiles * (inner // HALF)
+    shared13, shared2 = shared or (None, None)
     launch_kernel(
         split_gate_up_kernel,
-        (programs,),
+        (plan.gate_up,),
         *states,
         *shared_states,
         split,
         split_scale,
         tile_list,
-        *weights,
+        *operands(w13, shared13, 2, plan.gate_up_tile),
         tokens,
         float(call.limit),
         TOP_K=top_k,
-        TILE=tile,
-        SHARED_TILE=shared_tile,
+        TILE=plan.gate_up_tile,
+        SHARED_TILE=plan.shared_tile,
         **sizes,
-        **pdl_arguments(device, programs),
+        **pdl_constants(plan.gate_up_pdl),
     )
-    weights, tile = product(w2, second, 1)
-    programs = (shared_slots + tiles) * (hidden // ROWS)
     launch_kernel(
         split_down_kernel,
-        (programs,),
+        (plan.down,),
         results,
         *states,
         *shared_states,
         call.weights,
         tile_list,
-        *weights,
+        *operands(w2, shared2, 1, plan.down_tile),
         tokens,
         places,
         HALF=HALF,
-        TILE=tile,
-        SHARED_TILE=shared_tile,
+        TILE=plan.down_tile,
+        SHARED_TILE=plan.shared_tile,
         **sizes,
-        **pdl_arguments(device, programs),
+        **pdl_constants(plan.down_pdl),
     )
-    add_up_places(call, results, shared is not None, experts, out)
+    add_up_places(call, results, shared is not None, len(w13.values), out)

@@ -258,10 +258,23 @@ GPU kernels in Triton and, for Hopper, in Gluon, imported as `dsv4_compile.kerne
 launcher. The launcher of an op has the op's name and arguments, and the function beside it that says why a call is
 unsupported returns "" if it is supported; an unsupported call runs the reference.
 
-- `host/`: launch, launch cache, PDL, semaphores, facts about a GPU
+- `host/`: launch, plans, launch cache, PDL, semaphores, facts about a GPU
 - `device/`: Triton functions for quantisation, RoPE, norms and cache rows
 - `hopper/`: Gluon functions for mbarriers, TMA and cluster mailboxes
 {families}
+
+A launcher is a plan and a launch. `plan(problem, tokens, gpu)` is a pure function of the sizes and formats of a call
+(`problem_of(call)`), its tokens and the GPU: a NamedTuple of grids, tiles and options, which can be printed, compared
+and tested without tensors or a GPU. The launcher allocates memory and launches what the plan says. `plan.variant` is
+the part that kernels are compiled for, so `host/plans.py` tells ahead of time what a range of sizes needs:
+
+```python
+problem = moe_experts.problem_of(call)
+variants(lambda tokens: moe_experts.plan(problem, tokens, gpu), range(1, 513))  # {{variant: first number of tokens}}
+```
+
+`tests/kernels/test_plans.py` compares variants with the constants and options that launches are compiled for. These
+have plans: {planned}; others decide in their launchers.
 
 There is no `__init__.py`: with one, `import kernels` from the repository root would find this folder instead of Hugging
 Face's package of that name, which transformers imports. Ops that are not listed have no kernel
@@ -278,7 +291,9 @@ def _link(path: str) -> str:
 def kernels_page() -> str:
     """Return the text of kernels/README.md."""
     families = "\n".join(f"- `{name}/`: {text[0].lower()}{text[1:].rstrip('.')}" for name, text in FAMILIES.items())
-    lines = [KERNELS_INTRODUCTION.format(generated=GENERATED, families=families).rstrip("\n")]
+    plans = (path for path in sorted((ROOT / "kernels").rglob("*.py")) if "\ndef plan(" in path.read_text())
+    planned = ", ".join(_link(str(path.relative_to(ROOT))) for path in plans)
+    lines = [KERNELS_INTRODUCTION.format(generated=GENERATED, families=families, planned=planned).rstrip("\n")]
     for name, ops in by_family():
         entries: dict[str, list[str]] = {}
         for op in (op for op in ops if op in KERNELS):

@@ -116,6 +116,7 @@ def test_nan_in_the_weight_of_gate_or_up_is_not_clamped() -> None:
 @pytest.mark.parametrize("kind", ["interleaved", "mxfp4"])
 def test_every_e8m0_scale_means_its_power_of_two(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90, "FEW_CTAS", 0)
+    kernels.plan.cache_clear()
     for name in ("w13", "w2"):
         call = experts(20, kind=kind, hidden=512, inner=256, device=CUDA)
         for byte in E8M0_BYTES:

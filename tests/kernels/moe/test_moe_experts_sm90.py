@@ -14,7 +14,7 @@ from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.kernels.moe import expert_gemm_sm90 as gemm
 from dsv4_compile.kernels.moe import moe_experts as kernels
 from dsv4_compile.kernels.moe import moe_experts_sm90 as sm90
-from dsv4_compile.kernels.moe.expert_operands import Weight
+from dsv4_compile.kernels.moe.expert_operands import Problem, Weight
 from dsv4_compile.kernels.moe.expert_plan import PlanShape, most_tiles, plan_some
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poisoned_empty, strided
@@ -42,8 +42,7 @@ WRITTEN = (
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let launchers see a Hopper GPU of one SM, which few CTAs fill."""
     gpu = Gpu("interpreter", 90, 1)
-    for module in (kernels, sm90):
-        monkeypatch.setattr(module, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: gpu)
 
 
 def run(call: ExpertsArguments, seed: int = 0) -> Tensor:
@@ -197,9 +196,9 @@ def test_what_fits_is_few_places_an_expert_in_checkpoint_formats() -> None:
         return Weight.of(values, torch.empty(64, 1, 4, dtype=torch.uint8) if kind != "bfloat16" else None)
 
     def fits(tokens: int, kind: str = "mxfp4", shared: str = "") -> bool:
-        first, second = weight(kind, 4096, 128), weight(kind, 128, 2048)
-        pair = (weight(shared, 256, 128), weight(shared, 128, 128)) if shared else None
-        return sm90.fits(first, second, pair, tokens * 6, gpu)
+        first, second = weight(kind, 4096, 128).shape, weight(kind, 128, 2048).shape
+        pair = (weight(shared, 256, 128).shape, weight(shared, 128, 128).shape) if shared else None
+        return sm90.fits(Problem(first, second, pair, 6, False), tokens, gpu)
 
     assert fits(8) and fits(85) and fits(8, shared="e4m3")
     assert not fits(1) and not fits(86) and not fits(200)
