@@ -10,7 +10,8 @@ The latent kernel scores with all dims of a row and takes its first V dims as va
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,7 +39,7 @@ from .common import (
     rotate_and_store_rows,
     valid_slots,
 )
-from .split_combine import LOG2_E, combine_splits, finish_softmax, new_partials, partial_softmax, split_plan
+from .split_combine import LOG2_E, SplitPlan, combine_splits, finish_softmax, new_partials, partial_softmax, split_plan
 
 MAX_SLOTS = 2**31
 MAX_VALUE_DIM = 512
@@ -295,12 +296,75 @@ def choose_tiles(gpu: Gpu, heads: int, dtype: torch.dtype) -> Tiles:
     return Tiles(32, 32, 8, keys_first=True, prefetch=True)
 
 
+class Problem(NamedTuple):
+    """Sizes and formats of a call, tokens apart.
+
+    Attributes:
+        heads, value_dim: of the outputs.
+        widths: columns of the rows of slots of each cache. dtype: of the operands of the GEMMs.
+        invariant: whether the bits of a token must not depend on the batch. latent: whether values are a part of keys.
+    """
+
+    heads: int
+    value_dim: int
+    widths: tuple[int, ...]
+    dtype: torch.dtype
+    invariant: bool = False
+    latent: bool = False
+
+
+class DecodePlan(NamedTuple):
+    """The launches of a call: tiles, blocks of heads, splits of keys, and whether the combine kernel starts early."""
+
+    tiles: Tiles
+    head_blocks: int
+    split: SplitPlan
+    pdl: bool
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """The plan without its grids."""
+        return self.tiles, self.split.variant, self.pdl
+
+    def grid(self, tokens: int) -> tuple[int]:
+        """Return the grid of a launch over `tokens` tokens."""
+        return (tokens * self.head_blocks * self.split.splits,)
+
+
+def problem_of(call: DecodeCall) -> Problem:
+    """Return the sizes and formats of a call."""
+    _, heads, head_dim = call.q.shape
+    widths = call.window.indices.shape[1], call.extra.indices.shape[1]
+    dtype = operand_dtype(call.q, call.window.pages(call.cache_format), call.cache_format)
+    return Problem(heads, head_dim, widths, dtype, call.batch_invariant)
+
+
+def latent_problem_of(op: LatentDecodeArguments) -> Problem:
+    """Return the sizes and formats of a call with values that are a part of its keys."""
+    dtype = operand_dtype(op.q, op.k_cache, "plain")
+    return Problem(op.q.shape[1], op.value_dim, (op.indices.shape[1],), dtype, latent=True)
+
+
+@functools.lru_cache(1024)
+def plan(problem: Problem, tokens: int, gpu: Gpu, splits: int = 0, tiles: Tiles | None = None) -> DecodePlan:
+    """Return the launches of a call of `tokens` tokens. `splits` and `tiles` overrule what is chosen for the GPU."""
+    choose = choose_latent_tiles if problem.latent else choose_tiles
+    tiles = tiles or choose(gpu, problem.heads, problem.dtype)
+    head_blocks, blocks = (
+        cdiv(problem.heads, tiles.block_h),
+        sum(cdiv(width, tiles.block_n) for width in problem.widths),
+    )
+    shape = tokens, problem.heads, problem.value_dim
+    split = split_plan(shape, head_blocks, blocks, tiles.block_n, gpu, splits, problem.invariant)
+    return DecodePlan(tiles, head_blocks, split, pdl=not problem.latent and split.splits > 1 and supports_pdl(gpu))
+
+
 def launch(
     call: DecodeCall, gpu: Gpu, splits: int = 0, into: Outputs | None = None, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run `call` on `gpu` and return its outputs, in `into` or newly allocated.
 
-    `splits` and `tiles` overrule `split_plan` and `choose_tiles`.
+    `splits` and `tiles` overrule the plan.
     """
     q, window, extra, fused = call.q, call.window, call.extra, call.fused
     tokens, heads, head_dim = q.shape
@@ -308,19 +372,15 @@ def launch(
     if tokens * heads == 0:
         return into.pair()
     window_cache, extra_cache = window.pages(call.cache_format), extra.pages(call.cache_format)
-    dtype = operand_dtype(q, window_cache, call.cache_format)
-    tiles = tiles or choose_tiles(gpu, heads, dtype)
-    widths = window.indices.shape[1], extra.indices.shape[1]
-    head_blocks, blocks = cdiv(heads, tiles.block_h), sum(cdiv(width, tiles.block_n) for width in widths)
-    plan = split_plan(q.shape, head_blocks, blocks, tiles.block_n, gpu, splits, call.batch_invariant)
-    partials = new_partials(plan, heads, head_dim, q)
-    pdl = partials is not None and supports_pdl(gpu)
+    problem = problem_of(call)
+    tiles, _, split, pdl = planned = plan(problem, tokens, gpu, splits, tiles)
+    partials = new_partials(split, heads, head_dim, q)
     positions, position_stride, table, table_strides, max_pos = fused.rope()
-    for first in range(0, tokens, plan.tokens):
-        end = min(tokens, first + plan.tokens)
+    for first in range(0, tokens, split.tokens):
+        end = min(tokens, first + split.tokens)
         launch_kernel(
             sparse_mla_decode_kernel,
-            ((end - first) * head_blocks * plan.splits,),
+            planned.grid(end - first),
             *(partials or into),
             q.view(torch.uint8) if q.element_size() == 1 else q,
             window_cache,
@@ -335,8 +395,8 @@ def launch(
             table,
             call.scale * LOG2_E.value,
             fused.q_norm_eps,
-            plan.splits,
-            plan.min_blocks,
+            split.splits,
+            split.min_blocks,
             first,
             tokens,
             into.padded_tokens(),
@@ -353,7 +413,7 @@ def launch(
             position_stride,
             table_strides,
             max_pos,
-            *widths,
+            *problem.widths,
             window_cache.shape[0] * window.block_size,
             extra_cache.shape[0] * extra.block_size,
             H=heads,
@@ -361,7 +421,7 @@ def launch(
             FORMAT=call.cache_format,
             WINDOW_PAGE=window.block_size,
             EXTRA_PAGE=extra.block_size,
-            DTYPE=DTYPES[dtype],
+            DTYPE=DTYPES[problem.dtype],
             ROUND=DTYPES[output_dtype(q)],
             BLOCK_H=tiles.block_h,
             BLOCK_N=tiles.block_n,
@@ -502,36 +562,34 @@ def sparse_mla_decode_latent(
     into = new_outputs(values)
     if tokens * heads == 0:
         return into.pair()
-    gpu, dtype = gpu_of(q.device), operand_dtype(q, k_cache, "plain")
-    tiles = tiles or choose_latent_tiles(gpu, heads, dtype)
-    width, head_blocks = indices.shape[1], cdiv(heads, tiles.block_h)
-    plan = split_plan(values.shape, head_blocks, cdiv(width, tiles.block_n), tiles.block_n, gpu, splits)
-    partials = new_partials(plan, heads, op.value_dim, q)
-    for first in range(0, tokens, plan.tokens):
-        end = min(tokens, first + plan.tokens)
+    problem = latent_problem_of(op)
+    tiles, _, split, pdl = planned = plan(problem, tokens, gpu_of(q.device), splits, tiles)
+    partials = new_partials(split, heads, op.value_dim, q)
+    for first in range(0, tokens, split.tokens):
+        end = min(tokens, first + split.tokens)
         launch_kernel(
             sparse_mla_decode_latent_kernel,
-            ((end - first) * head_blocks * plan.splits,),
+            planned.grid(end - first),
             *(partials or into)[:2],
             q,
             k_cache,
             indices,
             lens,
             op.scale * LOG2_E.value,
-            plan.splits,
-            plan.min_blocks,
+            split.splits,
+            split.min_blocks,
             first,
             q.stride(),
             k_cache.stride(),
             indices.stride(),
             lens.stride(0),
-            width,
+            indices.shape[1],
             k_cache.shape[0] * op.block_size,
             H=heads,
             V=op.value_dim,
             R=head_dim - op.value_dim,
             PAGE=op.block_size,
-            DTYPE=DTYPES[dtype],
+            DTYPE=DTYPES[problem.dtype],
             BLOCK_H=tiles.block_h,
             BLOCK_N=tiles.block_n,
             BLOCK_V=max(16, triton.next_power_of_2(op.value_dim)),
@@ -540,5 +598,5 @@ def sparse_mla_decode_latent(
             num_warps=tiles.warps,
         )
         if partials is not None:
-            combine_splits(into, partials, None, NOT_FUSED, output_dtype(q), (first, end), False)
+            combine_splits(into, partials, None, NOT_FUSED, output_dtype(q), (first, end), pdl)
     return into.pair()

@@ -15,7 +15,7 @@ The combine kernel runs one program for each head of each token and loads all it
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -53,6 +53,16 @@ class SplitPlan(NamedTuple):
     min_blocks: int
     tokens: int
     dtype: torch.dtype = torch.float32
+
+    @property
+    def combined(self) -> tuple[int, int] | None:
+        """Partial results that the combine kernel loads at a time, and how often; None if rows are not split."""
+        return None if self.splits == 1 else (min(self.splits, CHUNK), cdiv(self.splits, CHUNK))
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What kernels are compiled for."""
+        return self.combined, self.dtype
 
 
 class Partials(NamedTuple):

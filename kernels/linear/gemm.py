@@ -12,6 +12,7 @@ more tokens but few tiles, gemm_sm90_large.py for many.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -287,19 +288,82 @@ def grouped_gemm(
     return out
 
 
-def _launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu) -> None:
-    """Fill `out` with the Triton kernel."""
-    x, x_scale, weight, weight_scale = operands
-    tokens, groups, size = x.shape
-    rows, block_k = weight.shape[0] // groups, ACT_TILE // (1 if weight.element_size() == 1 else 2)
+class Problem(NamedTuple):
+    """Sizes and formats of a call of the Triton kernel, tokens apart.
+
+    Attributes:
+        groups, rows, size: G, N and K. x, weight: dtypes.
+        quantize: whether the kernel quantizes x. scaled: whether x has scales.
+    """
+
+    groups: int
+    rows: int
+    size: int
+    x: torch.dtype
+    weight: torch.dtype
+    quantize: bool
+    scaled: bool
+
+
+class GemmPlan(NamedTuple):
+    """A launch: its tiling, K-block, dtype of the operands of MMAs, tiles, and K-blocks of a split.
+
+    Attributes:
+        even: whether K is a multiple of a K-block. one_scale: whether rows of a tile share a scale.
+    """
+
+    tiling: GemmTiling
+    block_k: int
+    operand: tl.dtype
+    tiles: int
+    k_blocks_each: int
+    even: bool
+    one_scale: bool
+
+    @property
+    def variant(self) -> GemmPlan:
+        """The plan without its grid and the length of a split."""
+        tiling = self.tiling._replace(splits=min(self.tiling.splits, 2))
+        return self._replace(tiling=tiling, tiles=0, k_blocks_each=0)
+
+
+def problem_of(operands: Operands, quantize: bool) -> Problem:
+    """Return the sizes and formats of a call."""
+    x, x_scale, weight, _ = operands
+    _, groups, size = x.shape
+    return Problem(groups, weight.shape[0] // groups, size, x.dtype, weight.dtype, quantize, x_scale is not None)
+
+
+@functools.lru_cache(1024)
+def plan(problem: Problem, tokens: int, gpu: Gpu) -> GemmPlan:
+    """Return the launch of a call of `tokens` tokens."""
+    groups, rows, size = problem[:3]
+    block_k = ACT_TILE // (1 if problem.weight.itemsize == 1 else 2)
     k_blocks = cdiv(size, block_k)
-    operand = _operand(gpu) if quantize or x_scale is not None else DTYPES[x.dtype]
+    operand = _operand(gpu) if problem.quantize or problem.scaled else DTYPES[problem.x]
     tiling = choose_tiling(gpu, tokens, groups, rows, k_blocks)
     if operand is tl.float32:
         # float32 products are unrolled into single multiplications: a small tile compiles in one second, not ten.
         tiling = tiling._replace(block_m=min(tiling.block_m, 32), block_n=64, warps=4)
-    tiling = _fitting(gpu, tiling, block_k, x.element_size(), weight.element_size(), operand.primitive_bitwidth // 8)
-    tiles = cdiv(tokens, tiling.block_m) * groups * cdiv(rows, tiling.block_n)
+    sizes = problem.x.itemsize, problem.weight.itemsize, operand.primitive_bitwidth // 8
+    tiling = _fitting(gpu, tiling, block_k, *sizes)
+    return GemmPlan(
+        tiling,
+        block_k,
+        operand,
+        tiles=cdiv(tokens, tiling.block_m) * groups * cdiv(rows, tiling.block_n),
+        k_blocks_each=cdiv(k_blocks, tiling.splits),
+        even=size % block_k == 0,
+        one_scale=_WEIGHT_TILE % tiling.block_n == 0 and (groups == 1 or rows % tiling.block_n == 0),
+    )
+
+
+def _launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu) -> None:
+    """Fill `out` with the Triton kernel."""
+    x, x_scale, weight, weight_scale = operands
+    problem, tokens = problem_of(operands, quantize), x.shape[0]
+    launch = plan(problem, tokens, gpu)
+    tiling, tiles = launch.tiling, launch.tiles
     partial_sums = arrived = None
     if tiling.splits > 1:
         shape = (tiling.splits, tiles, tiling.block_n * tiling.block_m)
@@ -321,19 +385,17 @@ def _launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu) -> None:
         weight.stride(),
         (0, 0) if weight_scale is None else weight_scale.stride(),
         tokens,
-        groups,
-        rows,
-        size,
-        cdiv(k_blocks, tiling.splits),
+        *problem[:3],
+        launch.k_blocks_each,
         QUANTIZE=quantize,
-        DTYPE=operand,
+        DTYPE=launch.operand,
         SPLIT=tiling.splits > 1,
-        EVEN=size % block_k == 0,
-        ONE_SCALE=_WEIGHT_TILE % tiling.block_n == 0 and (groups == 1 or rows % tiling.block_n == 0),
+        EVEN=launch.even,
+        ONE_SCALE=launch.one_scale,
         WEIGHT_FIRST=tiling.block_m <= FEW_TOKENS,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=launch.block_k,
         STAGES=tiling.stages,
         num_warps=tiling.warps,
     )

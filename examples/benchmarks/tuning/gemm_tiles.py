@@ -77,6 +77,7 @@ def _prepare(op: str, tile: tuple[int, int, int], programs: int) -> Any:
     def call(*args: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(portable, "choose_tiling", tiling))
+            stack.enter_context(mock.patch.object(portable, "plan", portable.plan.__wrapped__))  # uncached
             if hopper is not None:
                 stack.enter_context(mock.patch.object(hopper, "choose_tiling", hopper_tiling))
             return launcher(op)(*args)

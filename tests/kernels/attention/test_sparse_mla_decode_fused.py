@@ -36,6 +36,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def choose(tiles: Tiles, splits: int) -> None:
         monkeypatch.setattr(sparse_mla_decode_triton, "choose_tiles", lambda *_: tiles)
+        sparse_mla_decode_triton.plan.cache_clear()
         monkeypatch.setattr(split_combine, "split_count", lambda programs, blocks, gpu: min(splits, blocks))
 
     return choose
