@@ -61,7 +61,7 @@ class SplitPlan(NamedTuple):
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """What kernels are compiled for."""
+        """The part of the plan that kernels are compiled for."""
         return self.combined, self.dtype
 
 

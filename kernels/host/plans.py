@@ -17,7 +17,7 @@ from typing import Protocol
 
 
 class Plan(Protocol):
-    """What a launcher decides for a call."""
+    """Decisions of a launcher for a call."""
 
     @property
     def variant(self) -> Hashable:

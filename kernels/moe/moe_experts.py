@@ -380,7 +380,7 @@ def plan(problem: Problem, tokens: int, gpu: Gpu) -> ExpertsPlan | sm90.SplitPla
     if not problem.interleaved and gpu.capability == SM90 and triton_known() and sm90.fits(problem, tokens, gpu):
         return sm90.plan_split(problem, tokens, gpu)
     w13, w2, experts = problem.w13, problem.w2, problem.w13.experts
-    places, shared13, shared2 = tokens * problem.top_k, *(problem.shared or (None, None))
+    places, (shared13, shared2) = tokens * problem.top_k, problem.shared or (None, None)
     tile = choose_tokens(places, experts, _most_tokens_of_tile(gpu, (w13, w2)))
     lists, slots, sort = (PLAN_PLACES, places, 0) if places <= experts else (PLAN_NONE, experts, 0)
     if places > FEW_PLACES:

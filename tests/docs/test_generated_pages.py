@@ -27,6 +27,12 @@ def _reached(entry: str) -> list[Path]:
     while pending:
         nodes = list(ast.walk(ast.parse(names[pending.pop()].read_text())))
         mentioned = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1}
+        mentioned |= {
+            alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and (node.level, node.module) == (1, None)
+            for alias in node.names
+        }
         mentioned |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         new = {str(name).removeprefix(f"{folder.name}.") for name in mentioned} & set(names) - seen
         seen |= new
