@@ -48,6 +48,15 @@ def arrive(p_counter):
     return tl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu")
 
 
+@triton.jit
+def settle():
+    """Wait until all threads of a CTA have stored, so that others of the CTA may load what they stored."""
+    WAIT: tl.constexpr = _wait_for_stores()
+    if WAIT != "":
+        tl.inline_asm_elementwise(WAIT + "\nv_mov_b32 $0, 0", "=v", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
 class _Pool:
     """Counters of one device, each given out once: `STREAM_SHARE` to a stream, others to a captured launch."""
 

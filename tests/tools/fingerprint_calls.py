@@ -193,6 +193,31 @@ def moe_route() -> Calls:
     yield "by hash", (zeros(8, FLASH.hidden), zeros(256, FLASH.hidden, dtype=F32), None, longs(8), table)
 
 
+# Drafts.
+
+VOCABULARY = 129280
+
+
+def _requests(requests: int) -> Args:
+    return zeros(requests, 4, dtype=torch.float64), longs(requests), longs(requests)
+
+
+@register
+def accept_drafts() -> Calls:
+    """Yield five drafts a request of the models, with their distribution and without."""
+    logits, drafts = zeros(6 * 8, VOCABULARY, dtype=F32), zeros(8, 5, dtype=torch.int64)
+    for name, proposal in (("with", zeros(8, 5, VOCABULARY, dtype=F32)), ("without", None)):
+        yield f"{name} draft logits", (logits, drafts, proposal, *_requests(8))
+
+
+@register
+def markov_drafts() -> Calls:
+    """Yield the heads of both models."""
+    for rank in (256, 512):
+        base, w1, w2 = zeros(8, 5, VOCABULARY, dtype=F32), zeros(VOCABULARY, rank), zeros(VOCABULARY, rank)
+        yield f"rank {rank}", (base, longs(8), w1, w2, *_requests(8))
+
+
 # Attention.
 
 

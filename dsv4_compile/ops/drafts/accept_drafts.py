@@ -54,6 +54,7 @@ accept_drafts = define(
     on_cpu=cpu.accept_drafts,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.drafts.accept_drafts",
     # N is the vocabulary, K the drafts of a request.
     cost=CostModel(
         lambda R, N, K, e=2: (R * (N * (e * (K + 1) + FLOAT32 * K) + INT64 * (2 * K + 7) + INT32), 0),

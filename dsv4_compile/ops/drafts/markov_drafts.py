@@ -58,6 +58,7 @@ markov_drafts = define(
     on_cpu=cpu.markov_drafts,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.drafts.markov_drafts",
     # N is the vocabulary, K the drafts of a request, D the rank; every draft reads its `w2` once for all requests.
     cost=CostModel(
         lambda R, D, N, K, e=2: (
