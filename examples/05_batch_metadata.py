@@ -5,10 +5,13 @@ that attention needs, for decodes, drafts to verify, a chunk of a prompt and a w
 buffers that never move, padding included, so that a CUDA graph can hold the whole step. Each mark in the picture is
 read back from these buffers, through the block tables.
 
-Writes batch_metadata.png. Runs on a CPU in a few seconds: python examples/05_batch_metadata.py (needs matplotlib)
+Writes batch_metadata.png, or FILE. Runs on a CPU in a few seconds and needs matplotlib:
+python examples/05_batch_metadata.py [FILE]
 """
 
 from __future__ import annotations
+
+import sys
 
 import matplotlib as mpl
 
@@ -154,7 +157,8 @@ def draw_pages(axes: Axes, metadata: AttentionMetadata, tables: BlockTables) -> 
         side.set_visible(False)
 
 
-def draw(metadata: AttentionMetadata, tables: BlockTables, path: str) -> None:
+def draw(metadata: AttentionMetadata, tables: BlockTables, path: str, description: str) -> None:
+    """Write the picture, with `description` as its text for readers that do not see it."""
     window, swa = window_positions(metadata, tables), base(metadata)
     for row, positions in enumerate(window):
         paint(swa, row, positions, 1, WINDOW_COLOUR)
@@ -174,7 +178,7 @@ def draw(metadata: AttentionMetadata, tables: BlockTables, path: str) -> None:
         for image in (csa, hca):
             paint(image, row, window[row], 1, WINDOW_COLOUR)
 
-    figure, axes = plt.subplots(1, 4, figsize=(18, 8), width_ratios=(1, 1, 1, 0.55), dpi=130)
+    figure, axes = plt.subplots(1, 4, figsize=(18, 8), width_ratios=(1, 1, 1, 0.55), dpi=80)
     figure.subplots_adjust(left=0.1, right=0.985, top=0.8, bottom=0.14, wspace=0.1)
     draw_rows(axes[0], swa, "window", f"every layer: the last {WINDOW} tokens")
     draw_rows(axes[1], csa, "ratio 4", f"and the {TOPK} entries of 4 tokens that the indexer chose")
@@ -196,7 +200,7 @@ def draw(metadata: AttentionMetadata, tables: BlockTables, path: str) -> None:
     said = f"{tokens} tokens of {len(REQUESTS)} requests and {BUCKET - tokens} rows of padding, one row each. "
     said += "An entry is visible from the token that completes its group; the window is drawn on top."
     figure.text(0.02, 0.9, said, fontsize=11, color="#555555")
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Description": description})
 
 
 @torch.inference_mode()
@@ -211,15 +215,17 @@ def main() -> None:
     buffers.refresh(BUCKET)
     metadata = buffers.metadata(BUCKET)
 
-    print("row  request  position  window slot  window  entries of 4  entries of 128")
+    lines = ["row  request  position  window slot  window  entries of 4  entries of 128"]
     for row in (0, 1, 2, 3, 4, 27, 28, 43, 44):
         what = (metadata.token_to_req, metadata.positions, metadata.window.slot_mapping, metadata.window.lens)
         values = [int(x[row]) for x in (*what, metadata.c4.context_lens, metadata.c128.lens)]
         note = "" if metadata.is_valid_token[row] else "   padding"
-        print("{:3}{:9}{:10}{:13}{:8}{:14}{:16}".format(row, *values) + note)
+        lines.append("{:3}{:9}{:10}{:13}{:8}{:14}{:16}".format(row, *values) + note)
+    print("\n".join(lines))
 
-    draw(metadata, buffers.block_tables, "batch_metadata.png")
-    print("\nbatch_metadata.png")
+    path = sys.argv[1] if len(sys.argv) > 1 else "batch_metadata.png"
+    draw(metadata, buffers.block_tables, path, "\n".join(lines))
+    print(f"\n{path}")
 
 
 if __name__ == "__main__":

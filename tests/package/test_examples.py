@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from tests.warm import ROOT, Done, WarmPython
+from tests.warm import ROOT, WarmPython
 
 EXAMPLES = sorted((ROOT / "examples").glob("0*.py"))
 NEEDS_VLLM = "08_vllm"
@@ -38,19 +39,25 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 3
 
 
-@pytest.mark.parametrize("example", [e for e in EXAMPLES if e.stem != NEEDS_VLLM], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example", [e for e in EXAMPLES if e.stem not in (NEEDS_VLLM, ALONE)], ids=lambda path: path.stem
+)
 def test_example_runs(example: Path, warm: WarmPython, tmp_path: Path) -> None:
-    done: Done | subprocess.CompletedProcess[str]
-    if example.stem == ALONE:
-        command = [sys.executable, str(example)]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False
-        )
-    else:
-        options = ("cpp",) if example.stem == COMPILES_CPP else ()
-        done = warm.run("tests.package.example", str(example), str(tmp_path), *options)
+    options = ("cpp",) if example.stem == COMPILES_CPP else ()
+    done = warm.run("tests.package.example", str(example), str(tmp_path), *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_the_picture_of_architecture_is_that_of_the_example(tmp_path: Path) -> None:
+    """Draw it again with `python examples/05_batch_metadata.py dsv4_compile/docs/batch_metadata.png`."""
+    picture = ROOT / "dsv4_compile" / "docs" / "batch_metadata.png"
+    assert f"]({picture.name})" in picture.with_name("architecture.md").read_text()
+    assert picture.stat().st_size < 100_000
+    command = [sys.executable, str(ROOT / "examples" / f"{ALONE}.py"), "new.png"]
+    subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, timeout=600, check=True)
+    old, new = (Image.open(path) for path in (picture, tmp_path / "new.png"))
+    assert old.size == new.size and old.info["Description"] == new.info["Description"]
 
 
 def test_first_snippet_of_the_readme_runs_as_pasted(warm: WarmPython, tmp_path: Path) -> None:
