@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import progress
 from .._compat import counters
+from ..columns import table, terminal_width, wrap
 from ..errors import check
 from .model.cache import CACHE_NAME
 from .model.convert import convert
@@ -32,9 +33,9 @@ COMPARED_STEPS = 12
 MODELS: dict[str, dict[str, Any]] = {"tiny": {}, "real-attention": REAL_ATTENTION}
 """Overrides of `tiny_config` by model."""
 NEXT = """\
-Next:  python examples/02_huggingface_generate.py     # the same in a program of your own
-       dsv4 explain examples/01_compile_attention.py  # graphs, and what was chosen for each op
-       dsv4 doctor FOLDER                             # what a checkpoint needs, unloaded"""
+Next:  python examples/02_huggingface_generate.py     # the same, as a program
+       dsv4 explain examples/01_compile_attention.py  # graphs, ops, and why
+       dsv4 doctor FOLDER                             # examine a checkpoint"""
 Generated = tuple[Tensor, Tensor]
 """New tokens and their logits."""
 
@@ -253,26 +254,30 @@ def _introduction(model: Any, device: str, tokens: int) -> str:
 
 
 def _table(rows: list[Row], ok: bool) -> str:
-    """Format the rows as a table of at most 100 columns, and one line with the verdict."""
+    """Format a column per row, and the verdict, for the width of the terminal."""
 
     def text(value: float | str | None, form: str = "") -> str:
         return "-" if value is None else format(value, form)
 
-    header = ("", "graphs", "breaks", "recompiles", "compile s", "logit diff", "tokens", "ms/step", "tokens/s")
-    cells = [header]
-    for row in rows:
-        counts = (text(row.graphs), text(row.breaks), text(row.recompiles), text(row.compile_seconds, ".0f"))
-        speed = (f"{row.ms_per_step:.1f}", f"{row.tokens_per_second:.0f}")
-        cells.append((row.name, *counts, text(row.max_logit_difference, ".1e"), row.tokens, *speed))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join((name.ljust(widths[0]), *map(str.rjust, figures, widths[1:]))) for name, *figures in cells]
-    lines.insert(1, "-" * len(lines[0]))
+    figures: dict[str, list[str]] = {
+        "graphs": [text(row.graphs) for row in rows],
+        "graph breaks": [text(row.breaks) for row in rows],
+        "recompiles": [text(row.recompiles) for row in rows],
+        "compilation, s": [text(row.compile_seconds, ".0f") for row in rows],
+        "logits differ by": [text(row.max_logit_difference, ".1e") for row in rows],
+        "tokens": [row.tokens for row in rows],
+        "ms a step": [f"{row.ms_per_step:.1f}" for row in rows],
+        "tokens a second": [f"{row.tokens_per_second:.0f}" for row in rows],
+    }
+    width = terminal_width()
+    lines = list(table(["", *(row.name for row in rows)], [[name, *cells] for name, cells in figures.items()], width))
+    lines.insert(1, "-" * max(map(len, lines)))
     verdict = (
-        "One prefill graph, one decode graph, no break, no recompile; a padded batch gives each prompt's\nown tokens."
+        "One prefill graph, one decode graph, no break, no recompile; a padded batch gives each prompt's own tokens."
         if ok
         else "The compiled model does not match the claims above: please report this table with `dsv4 doctor`."
     )
-    return "\n".join(["", *lines, "", verdict, ""])
+    return "\n".join(["", *lines, "", *wrap(verdict, width), ""])
 
 
 if __name__ == "__main__":
