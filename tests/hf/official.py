@@ -42,7 +42,11 @@ CONFIG: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     "swiglu_limit": 10.0,
     "compress_ratios": [0, 4, 128, 4, 0, 0, 0],
-    "num_nextn_predict_layers": 3,
+    "num_nextn_predict_layers": 1,
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 7,
+    "dspark_target_layer_ids": [2, 3],
+    "dspark_markov_rank": 32,
     "sliding_window": 32,
     "index_n_heads": 32,
     "index_head_dim": 32,
@@ -73,7 +77,7 @@ CONFIG: dict[str, Any] = {
         "activation_scheme": "dynamic",
     },
 }
-"""`config.json` of four layers (SWA, CSA, HCA, CSA), the first routed by hash, and three draft layers."""
+"""`config.json` of four layers (SWA, CSA, HCA, CSA), the first routed by hash, and DSpark's fields."""
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 LINEARS = {"wq_a": "q_a_proj", "wq_b": "q_b_proj", "wkv": "kv_proj", "wo_a": "o_a_proj", "wo_b": "o_b_proj"}
 SHARED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -173,10 +177,6 @@ def official_tensors(model: Any, *, experts: Any = mxfp4, wo_a: Any = e4m3) -> d
             gate, up = moe.experts.gate_up_proj.data[e].chunk(2)
             for name, weight in (("w1", gate), ("w2", moe.experts.down_proj.data[e]), ("w3", up)):
                 quantised(f"{at}.ffn.experts.{e}.{name}", weight, experts)
-    for i in range(3):
-        for name in ("e_proj", "h_proj"):
-            out[f"mtp.{i}.{name}.weight"], out[f"mtp.{i}.{name}.scale"] = e4m3(torch.randn(128, 128))
-        out[f"mtp.{i}.enorm.weight"] = torch.ones(128, dtype=torch.bfloat16)
     return out
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import re
 import sys
 import weakref
@@ -193,12 +192,6 @@ def test_a_loaded_model_that_is_reverted_runs_in_transformers(folder: Path, orig
     ids = random_ids(1, 150)
     assert torch.equal(logits(model, ids, use_cache=False), logits(original, ids, use_cache=False))
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
-def test_draft_layers_are_skipped_and_the_log_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "dsv4_compile.hf"):
-        load(folder)
-    assert "draft layers are not loaded, mtp.0, mtp.1, mtp.2: 15 tensors" in caplog.text
 
 
 def test_progress_counts_megabytes_and_names_the_rate_and_the_file(

@@ -38,7 +38,6 @@ def test_a_whole_folder_is_described(good: Path, capsys: pytest.CaptureFixture[s
     assert found["folder"]["value"] == f"{good}, 4 files, {stored / GIGA:.2f} GB"
     assert found["layers"]["value"] == "4 (1 SWA, 2 CSA, 1 HCA), 1 routed by hash; 4 experts, 2 a token"
     assert found["tensors"]["value"].endswith(" with DeepSeek's names")
-    assert found["draft layers"]["value"].startswith("mtp.0, mtp.1, mtp.2: 15 tensors")
     assert found["experts"]["value"].startswith("0.00 GB in 96 tensors (I8 0.00, F8_E8M0 0.00)")
     assert {row["level"] for row in found.values()} == {"ok"}
     kinds = [found[kind]["value"] for kind in folder_report.KINDS]

@@ -30,7 +30,8 @@ from dsv4_compile.parallel.collectives import first_object, functional_all_reduc
 from dsv4_compile.parallel.split import part_of
 from dsv4_compile.runtime import counting
 from dsv4_compile.selection import decisions
-from tests.hf import official
+from tests.hf import official, official_drafts
+from tests.hf.drafting import tokens_of
 from tests.hf.small import LAYERS, close
 from tests.kernels.hyper_connections.calls import arguments
 from tests.modules.engine import Engine
@@ -173,8 +174,10 @@ def a_rank_reads_its_part_of_a_checkpoint(mesh: Any) -> None:
     folder = Path(gather_objects(tempfile.mkdtemp(), ranks)[0])
     sizes: dict[str, Any] = LAYERS | {"moe_intermediate_size": 256, "o_lora_rank": 128, "q_lora_rank": 128}
     if ranks.rank == 0:
-        stored = official.official_tensors(tiny_model(**sizes, n_routed_experts=4))
-        official.write(folder / "official", stored, **sizes, compress_ratios=[4, 128])
+        model = tiny_model(**sizes, n_routed_experts=4)
+        stored = official.official_tensors(model) | official_drafts.draft_tensors(model, "dspark")
+        ratios = [4, 128, 0, 0, 0]
+        official.write(folder / "official", stored, **sizes, compress_ratios=ratios, dspark_target_layer_ids=[0, 1])
         tiny_model(**MODEL).save_pretrained(folder / "floating")
     torch.distributed.barrier()
     limits: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "device": "cpu", "dtype": torch.float32}
@@ -186,11 +189,31 @@ def a_rank_reads_its_part_of_a_checkpoint(mesh: Any) -> None:
                 want = part_of(whole_one.data, split_of(path, layout), ranks).contiguous()
                 got = shard.get_parameter(path).data.contiguous()
                 assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), path
+            if name == "official":
+                _check_drafts(shard.dsv4_drafts, all_of_it.dsv4_drafts, layout, ranks)
         got, want = logits(shard, tokens(1, 9)), logits(all_of_it, tokens(1, 9))
         assert (got - want).norm() < 1e-4 * want.norm()
     torch.distributed.barrier()
     if ranks.rank == 0:
         shutil.rmtree(folder)
+
+
+@torch.no_grad()
+def _check_drafts(shard: Any, whole: Any, layout: str, ranks: Ranks) -> None:
+    """Compare draft layers of a rank with its part of whole ones, and what both draft."""
+    for path, weight in whole.named_parameters():
+        want = part_of(weight.data, split_of(path, layout), ranks).contiguous()
+        assert torch.equal(shard.get_parameter(path).data.contiguous().view(torch.uint8), want.view(torch.uint8)), path
+    assert (
+        shard.markov_w1.shape == whole.markov_w1.shape and shard.main_proj.weight.shape == whole.main_proj.weight.shape
+    )
+    taps = torch.randn(20, 256, generator=torch.Generator().manual_seed(0))
+    results = []
+    for drafts in (shard, whole):
+        drafts.inject(taps, tokens_of(list(range(20)), [1] * 20))
+        numbers, seeds = torch.zeros(2, 4, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+        results.append(drafts.propose(torch.tensor([-1, 3]), torch.tensor([0, 20]), numbers, seeds)[1][1, 0])
+    assert (results[0] - results[1]).norm() < 1e-3 * results[1].norm()
 
 
 def what_a_part_cannot_do_is_an_error(mesh: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import DeepseekV4Config as HfConfig
 from transformers import GenerationConfig
 
-from ...checkpoints.config_fields import GENERATION, MODEL, check_fields, known
+from ...checkpoints.config_fields import DRAFTS, GENERATION, MODEL, check_fields, known
 from ...checkpoints.header import Stored
 from ...checkpoints.json_text import read_json
 from ...checkpoints.paths import shown
@@ -53,8 +53,9 @@ def model_config(raw: Mapping[str, Any]) -> Any:
     ours = DeepseekV4Config.from_hf(raw)
     check_fields(raw, MODEL)
     fields, unknown = known(raw, MODEL)
+    unknown = sorted(set(unknown).difference(DRAFTS))  # read with draft layers
     if unknown:
-        _log.info("config.json: keys that are not read: %s", ", ".join(sorted(unknown)[:20]))
+        _log.info("config.json: keys that are not read: %s", ", ".join(unknown[:20]))
     if fields.get("quantization_config") is not None:
         _check_quantization(fields["quantization_config"])
     if fields.get("compress_ratios") is not None:

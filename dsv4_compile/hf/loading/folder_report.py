@@ -18,8 +18,9 @@ from ...checkpoints.header import Stored
 from ...config import CSA, HCA, SWA, DeepseekV4Config
 from ...errors import DSV4Error
 from ...parallel.split import split_of
+from ..model.draft_settings import MOST_MTP, MTP
 from .checkpoint import Checkpoint, read_checkpoint
-from .load import describe_drafts
+from .draft_placement import cache_bytes, describe_drafts, place_drafts
 from .placement import Placement, place
 
 KINDS: dict[str, str] = {
@@ -68,7 +69,13 @@ def rows(path: str | Path) -> list[Row]:
         placement = place(checkpoint)
         problems += placement.problems.kept
         count += placement.problems.count
-        report += [*_model(checkpoint), *_kinds(checkpoint), *_memory(checkpoint, placement)]
+        report += [*_model(checkpoint), *_kinds(checkpoint)]
+        drafts = place_drafts(checkpoint, placement)
+        if drafts is not None:
+            problems += drafts.problems.kept
+            count += drafts.problems.count
+            report.append(_drafts(checkpoint, drafts))
+        report += _memory(checkpoint, placement, drafts)
     except DSV4Error as fault:
         problems.insert(0, fault)
         count += 1
@@ -98,13 +105,20 @@ def _model(checkpoint: Checkpoint) -> list[Row]:
     hashed = sum(name.endswith("tid2eid") for name in checkpoint.tensors)
     experts = f"{raw.get('n_routed_experts')} experts, {raw.get('num_experts_per_tok')} a token"
     official = any(".attn." in stored.name for stored in checkpoint.tensors.values())
-    report = [
+    return [
         Row("layers", f"{config.num_layers} ({kinds}), {hashed} routed by hash; {experts}"),
         Row("tensors", f"{len(checkpoint.tensors)} with {'DeepSeek' if official else 'transformers'}'s names"),
     ]
-    if checkpoint.drafts:
-        report.append(Row("draft layers", describe_drafts(checkpoint), note="not loaded"))
-    return report
+
+
+def _drafts(checkpoint: Checkpoint, drafts: Placement) -> Row:
+    """Return kind, names and bytes of the draft layers, and what they take in memory."""
+    settings, size = drafts.model.settings, drafts.nbytes() / _GIGA
+    number = f"1 to {MOST_MTP}" if settings.kind == MTP else f"{settings.num_drafts}"
+    kind = f"{settings.kind}, {number} drafts a step"
+    reads = ", ".join(map(str, settings.taps.layers))
+    note = f'read layer {reads}; {size:.2f} GB of the memory below; drafts="off" leaves them out'
+    return Row("draft layers", f"{describe_drafts(checkpoint)}; {kind}", note=note)
 
 
 def _kinds(checkpoint: Checkpoint) -> list[Row]:
@@ -125,12 +139,15 @@ def _kinds(checkpoint: Checkpoint) -> list[Row]:
     return report
 
 
-def _memory(checkpoint: Checkpoint, placement: Placement) -> list[Row]:
+def _memory(checkpoint: Checkpoint, placement: Placement, drafts: Placement | None) -> list[Row]:
     """Return what weights and caches take, and how many GPUs of each sort hold them."""
-    weights, config = placement.nbytes(), DeepseekV4Config.from_hf(checkpoint.config)
+    placements = [placement] if drafts is None else [placement, drafts]
+    weights, config = sum(each.nbytes() for each in placements), DeepseekV4Config.from_hf(checkpoint.config)
     formats = CacheFormat.resolve(model_dtype=placement.model.config.dtype)
     caches = PagedCaches(config, max_batch_size=BATCH, max_seq_len=TOKENS, cache_format=formats, device="meta").nbytes
-    split = placement.nbytes(lambda name: split_of(name) is not None)
+    if drafts is not None:
+        caches += BATCH * cache_bytes(drafts, formats)
+    split = sum(each.nbytes(lambda name: split_of(name) is not None) for each in placements)
     report = [
         Row("memory", f"{weights / _GIGA:.2f} GB of weights, {caches / _GIGA:.2f} GB of caches for {BATCH} x {TOKENS}")
     ]

@@ -29,8 +29,10 @@ from ...runtime import start_times
 from ...sizes import check_optional_size, check_size, free_memory
 from ..model.arguments import check_flags
 from ..model.convert import convert
+from ..model.draft_settings import check_step
 from ..model.split import check_splittable, on_all_ranks
 from .checkpoint import Checkpoint, Problems, read_checkpoint
+from .draft_placement import cache_bytes, describe_drafts, place_drafts, without_drafts
 from .fill import fill
 from .folder_config import generation_config
 from .placement import Placement, hf, place, targets
@@ -62,12 +64,14 @@ def load(
     expert_layout: str = "experts",
     collectives: str = "functional",
     rank_timeout: float = watchdog.TIMEOUT,
+    drafts: str = "auto",
+    num_drafts: int | None = None,
 ) -> Any:
     """Load a DeepSeek-V4 checkpoint and return it converted (see `convert`), in eval mode.
 
     Args:
         path: a folder with `config.json` and safetensors files, as DeepSeek publishes it or as transformers'
-            `save_pretrained` writes it. Draft layers (`mtp.*`) are skipped, which the log says.
+            `save_pretrained` writes it.
         device: where the model goes (None = the GPU if there is one, else the CPU).
         dtype: dtype of floating weights: bfloat16, float16 or float32 (None = that of `config.json`). Weights that
             transformers keeps in float32 stay so.
@@ -76,6 +80,9 @@ def load(
         max_batch_size, max_seq_len, kv_cache_dtype, indexer_cache_dtype, hadamard, max_step_tokens, attention_only:
             see `convert`.
         mesh, expert_layout, collectives, rank_timeout: see `convert`. A rank reads and allocates its part alone.
+        drafts: "auto" loads draft layers (`mtp.*`) where the folder has them, as `model.dsv4_drafts`; "on" raises E209
+            for a folder without; "off" leaves them out.
+        num_drafts: tokens that MTP layers draft in a step, 1 to 3 (None = 1). DSpark layers have a fixed number.
 
     Memory holds the weights and, while they are read, at most 16 MiB for each thread that reads, pinned for a GPU, and
     one tensor that is converted. Threads are as many as CPUs that the process may use, at most 16. The log (INFO) and
@@ -99,33 +106,48 @@ def load(
         why="weights that are made there could not be moved or replaced",
         fix="load outside, and run the model inside",
     )
+    modes = ("auto", "on", "off")
+    check(drafts in modes, "E201", got=f"drafts={drafts!r}", rule=f"drafts is one of {', '.join(modes)}")
     begin = time.monotonic()
     checkpoint = read_checkpoint(path)
+    if drafts == "on" and not checkpoint.drafts:
+        raise without_drafts(checkpoint)
+    draft_placement = None
     try:
         placement = place(checkpoint, dtype=dtype, dequantize=dequantize)
+        if drafts != "off":
+            draft_placement = place_drafts(checkpoint, placement, dequantize=dequantize, num_drafts=num_drafts)
     except DSV4Error as fault:
         if fault.code == "E207":  # missing layers or experts: files that are missing or damaged explain it
             _raise_first(checkpoint.folder, checkpoint.problems)
         raise
-    _raise_first(checkpoint.folder, checkpoint.problems, placement.problems)
+    placements = [placement] if draft_placement is None else [placement, draft_placement]
+    _raise_first(checkpoint.folder, checkpoint.problems, *(each.problems for each in placements))
+    if draft_placement is not None:
+        check_step(draft_placement.model.settings, sizes["max_step_tokens"])
     if mesh is not None:
         check_splittable(attention_only)
-        split_placement(placement, Ranks.of(mesh), expert_layout)
+        for each in placements:
+            split_placement(each, Ranks.of(mesh), expert_layout)
     generation = generation_config(checkpoint.folder, placement.model.config.vocab_size)
     ours = DeepseekV4Config.from_hf(placement.model.config)
     model_dtype = placement.model.config.dtype
     formats = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=model_dtype, hadamard=hadamard)
     one = PagedCaches(ours, **sizes | {"max_batch_size": 1}, cache_format=formats, device="meta").nbytes
-    check_memory(checkpoint.folder, place_on, placement.nbytes(), one * sizes["max_batch_size"])
-    if checkpoint.drafts:
+    if draft_placement is not None:
+        one += cache_bytes(draft_placement, formats)
+    weights = sum(each.nbytes() for each in placements)
+    check_memory(checkpoint.folder, place_on, weights, one * sizes["max_batch_size"])
+    if checkpoint.drafts and draft_placement is None:
         _log.warning("%s: draft layers are not loaded, %s", checkpoint.folder, describe_drafts(checkpoint))
     model = placement.model
     if placement.tied is not None:
         _check_tied(checkpoint, placement.tied)
     planned = time.monotonic()
-    allocate(placement, ours, place_on)
+    for each in placements:
+        allocate(each, DeepseekV4Config.from_hf(each.model.config), place_on)
     allocated = time.monotonic()
-    filled = fill(placement, checkpoint.sources, place_on)
+    filled = [fill(each, checkpoint.sources, place_on) for each in placements]
     read = time.monotonic()
     model.config.name_or_path = str(checkpoint.folder)
     model.generation_config = generation or model.generation_config
@@ -137,6 +159,7 @@ def load(
         "expert_layout": expert_layout,
         "collectives": collectives,
         "rank_timeout": rank_timeout,
+        "drafts": None if draft_placement is None else draft_placement.model,
     }
     with place_on:  # whatever the caller's default device is
         converted = convert(model.eval(), **sizes, **options, attention_only=attention_only)
@@ -144,17 +167,10 @@ def load(
     start_times.count("place", allocated - planned + time.monotonic() - read)
     _log.info(
         "%s: %.2f GB on %s; headers %.1f s, allocation %.1f s, weights %.1f s (%s), conversion %.1f s",
-        *(checkpoint.folder, filled.nbytes / _GIGA, place_on, planned - begin, allocated - planned),
-        *(read - allocated, filled, time.monotonic() - read),
+        *(checkpoint.folder, sum(each.nbytes for each in filled) / _GIGA, place_on, planned - begin),
+        *(allocated - planned, read - allocated, "; ".join(map(str, filled)), time.monotonic() - read),
     )
     return converted
-
-
-def describe_drafts(checkpoint: Checkpoint) -> str:
-    """Return number, names and bytes of the draft layers in a folder."""
-    layers = sorted({".".join(name.split(".")[:2]) for name in checkpoint.drafts})
-    size = sum(stored.nbytes for stored in checkpoint.drafts.values())
-    return f"{', '.join(layers)}: {len(checkpoint.drafts)} tensors, {size / _GIGA:.2f} GB"
 
 
 def _device(device: torch.device | str | None) -> torch.device:

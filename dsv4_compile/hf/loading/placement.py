@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -106,13 +106,9 @@ def place(checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, dequantiz
     config.dtype = dtype
     with torch.device("meta"):
         placement = Placement(_model(config))
-        planner = _Planner(checkpoint, placement, dequantize)
+        planner = Planner(checkpoint.tensors, placement, dequantize)
         planner.quantise_modules()
-    for name, tensor in targets(placement.model):
-        wanted = torch.float32 if kept_in_float32(placement.model, name) else dtype
-        placement.dtypes[name] = wanted if _is_floating(name, tensor) else tensor.dtype
-        planner.fill(name, tensor)
-    planner.finish()
+    planner.fill_all(dtype)
     return placement
 
 
@@ -132,11 +128,14 @@ def targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffers[name]) for name in model.state_dict(keep_vars=True) if name in buffers)
 
 
-class _Planner:
+class Planner:
     """Pairs stored tensors with the parameters of a model."""
 
-    def __init__(self, checkpoint: Checkpoint, placement: Placement, dequantize: bool) -> None:
-        self.stored = checkpoint.tensors
+    quantised: tuple[str, ...] = QUANTISED
+    """Linears whose weights may be e4m3, by the ends of their paths."""
+
+    def __init__(self, tensors: Mapping[str, Stored], placement: Placement, dequantize: bool) -> None:
+        self.stored = tensors
         self.placement = placement
         self.model: Any = placement.model
         self.dequantize = dequantize
@@ -145,11 +144,15 @@ class _Planner:
     def problem(self, got: str, why: str = "", fix: str = "") -> None:
         self.placement.problems.add("E207", got=got, why=why, fix=fix)
 
+    def official(self, name: str) -> str:
+        """Return the name under which checkpoints store a parameter of the model."""
+        return official_name(name)
+
     def first(self, path: str) -> tuple[str, Stored | None]:
         """Return the format of the weight at `path`, a linear or experts, and its first scale: what is stored says."""
-        names = [official_name(f"{path}.weight")]
+        names = [self.official(f"{path}.weight")]
         if path.endswith(".experts"):
-            official = official_name(f"{path}.gate_up_proj")
+            official = self.official(f"{path}.gate_up_proj")
             names = [official, official.replace("gate_up_proj", "0.w1.weight")]
         weight = next((self.stored[name] for name in names if name in self.stored), None)
         scales = [f"{name.removesuffix('.weight')}.scale" for name in names]
@@ -161,7 +164,7 @@ class _Planner:
         config = self.model.config
         for path, module in list(self.model.named_modules()):
             experts = path.endswith(".mlp.experts")
-            if self.dequantize or not (experts or path.endswith(QUANTISED)):
+            if self.dequantize or not (experts or path.endswith(self.quantised)):
                 continue
             kind, scale = self.first(path)
             if kind == "float":
@@ -187,7 +190,7 @@ class _Planner:
 
     def describe(self) -> None:
         """Let the configuration say what is quantised, whatever `config.json` says: `save_pretrained` writes it."""
-        ends = (*QUANTISED, ".mlp.experts")
+        ends = (*self.quantised, ".mlp.experts")
         modules = {path: module for path, module in self.model.named_modules() if path.endswith(ends)}
         quantised = [module for module in modules.values() if isinstance(module, (FP8Linear, FP8Experts))]
         if quantised:
@@ -210,11 +213,19 @@ class _Planner:
             got = f"{path} in {kind} with moe_intermediate_size={inner}, hidden_size={hidden}"
             self.problem(got, f"scales are of blocks of {tile}", "load(..., dequantize=True)")
 
+    def fill_all(self, dtype: torch.dtype) -> None:
+        """Find what is stored for all of the model, whose floating weights become `dtype`, and what is left over."""
+        for name, tensor in targets(self.model):
+            wanted = torch.float32 if kept_in_float32(self.model, name) else dtype
+            self.placement.dtypes[name] = wanted if _is_floating(name, tensor) else tensor.dtype
+            self.fill(name, tensor)
+        self.finish()
+
     def fill(self, name: str, tensor: Tensor) -> None:
         """Find what is stored for a parameter or buffer of the model."""
-        shape, official = tuple(tensor.shape), official_name(name)
+        shape, official = tuple(tensor.shape), self.official(name)
         path = name.rpartition(".")[0]
-        quantisable = path.endswith(QUANTISED) or ".mlp.experts" in name
+        quantisable = path.endswith(self.quantised) or ".mlp.experts" in name
         kind = self.first(path)[0] if quantisable and self.dequantize else "float"
         allowed = _allowed(name, tensor, kind)
         missing: list[str] = []
@@ -263,7 +274,7 @@ class _Planner:
         rows, columns = shape
         tile = (1, MX_TILE) if kind == "mxfp4" else _BLOCK
         wanted: tuple[int, ...] = (cdiv(rows, tile[0]), cdiv(columns, tile[1]))
-        fused = f"{official_name(piece.target)}.scale"
+        fused = f"{self.official(piece.target)}.scale"
         name = of_matrix if of_matrix in self.stored else fused
         if name not in self.stored:
             missing.append(of_matrix)

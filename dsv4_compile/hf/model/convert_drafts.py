@@ -15,6 +15,7 @@ from ...parallel.split import split_of
 from . import split
 from .convert_stack import check_stack, convert_stack, revert_stack
 from .draft_model import DraftModel
+from .draft_settings import check_step
 from .undo_convert import Before
 from .weight_types import embedding_weight
 
@@ -43,14 +44,7 @@ def check_drafts(drafts: Any, model: Any, max_step_tokens: int | None) -> None:
     for name, parameter in drafts.named_parameters():
         device = parameter.device
         check(device == embedding.device, "E208", got=f"{name} of drafts on {device}", why=f"not {embedding.device}")
-    step = drafts.settings.step_tokens
-    check(
-        max_step_tokens is None or max_step_tokens >= step,
-        "E204",
-        got=f"max_step_tokens={max_step_tokens} with {drafts.num_drafts} drafts",
-        why="a step verifies the last token and its drafts",
-        fix=f"pass at least {step}",
-    )
+    check_step(drafts.settings, max_step_tokens)
     drafts.model.__dict__["embed_tokens"] = model.model.embed_tokens
     try:
         check_stack(drafts.model, DeepseekV4Config.from_hf(drafts.config), attention_only=False)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ...metadata import AttentionMetadata
-from ...modules.linear import Linear
 from ...reference.hyper_connections.mhc_pre import stream_mix
 from .draft_caches import DraftCaches
-from .draft_model import DraftModel, DraftNorm, requests_of
+from .draft_model import DraftModel, DraftNorm, DraftProjection, requests_of
 from .draft_settings import DSPARK, MTP, DraftSettings
 from .layers import mix_of
 
@@ -30,8 +29,7 @@ class DSparkDrafts(DraftModel):
     def __init__(self, config: Any, settings: DraftSettings) -> None:
         super().__init__(config, settings)
         size, vocabulary, rank = config.hidden_size, config.vocab_size, settings.markov_rank
-        dtype = torch.get_default_dtype()
-        self.main_proj: nn.Module = Linear(size, size * len(settings.taps.layers), dtype=dtype)
+        self.main_proj = DraftProjection(size, size * len(settings.taps.layers))
         self.main_norm = DraftNorm(size, config.rms_norm_eps)
         self.markov_w1 = nn.Parameter(torch.empty(vocabulary, rank), requires_grad=False)
         self.markov_w2 = nn.Parameter(torch.empty(vocabulary, rank), requires_grad=False)
@@ -93,7 +91,7 @@ class DSparkDrafts(DraftModel):
             torch.where(keep, anchors, 0)[:, None], (0, self.num_drafts - 1), value=self.settings.noise_token
         )
         metadata = caches.block(requests, lengths.long(), keep, count=self.num_drafts, context=caches.window)
-        embeds = self.target.model.embed_tokens(ids)
+        embeds = self._embeds(ids)
         streams: Tensor = embeds.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         for layer in self.model.layers:
             streams = layer(streams, metadata=metadata, caches=caches.layers)
@@ -139,14 +137,13 @@ class MtpDrafts(DraftModel):
 
     def __init__(self, config: Any, settings: DraftSettings) -> None:
         super().__init__(config, settings)
-        size, dtype = config.hidden_size, torch.get_default_dtype()
-        self.e_proj: nn.Module = Linear(size, size, dtype=dtype)
-        self.h_proj: nn.Module = Linear(size, size, dtype=dtype)
+        size = config.hidden_size
+        self.e_proj, self.h_proj = DraftProjection(size, size), DraftProjection(size, size)
         self.enorm, self.hnorm = (DraftNorm(size, config.rms_norm_eps) for _ in range(2))
 
     def _pairs(self, streams: Tensor, tokens: Tensor) -> Tensor:
         """Return the layer's input `[T, N, D]` from streams `[T, N, D]` and the tokens int64 `[T]` after them."""
-        embeds = self.target.model.embed_tokens(tokens.clamp(min=0))
+        embeds = self._embeds(tokens.clamp(min=0))
         return self.e_proj(self.enorm(embeds)).unsqueeze(1) + self.h_proj(self.hnorm(streams).flatten(0, 1)).view_as(
             streams
         )

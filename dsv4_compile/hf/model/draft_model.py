@@ -17,7 +17,8 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4
 from ...cache import CacheFormat
 from ...config import DeepseekV4Config
 from ...errors import check
-from ...modules.linear import linear_fp32
+from ...layout import WEIGHT_TILE, cdiv
+from ...modules.linear import linear, linear_fp32
 from ...parallel import Ranks, all_gather
 from ...reference.preprocess.fused_q_kv_rmsnorm import rms_norm
 from ...sizes import check_optional_size
@@ -42,10 +43,39 @@ class DraftNorm(nn.Module):
         return rms_norm(x, self.eps, self.weight).to(x.dtype)
 
 
+class DraftProjection(nn.Module):
+    """Linear without bias `[N, K]`, floating, or e4m3 with a scale for each block of 128x128.
+
+    Inputs of an e4m3 weight are quantised in tiles of 128, as those of the other e4m3 linears.
+    """
+
+    def __init__(self, n: int, k: int, *, scale_dtype: torch.dtype | None = None) -> None:
+        """Build it with an uninitialised weight, e4m3 if `scale_dtype` is the dtype of its scales."""
+        super().__init__()
+        dtype = torch.get_default_dtype() if scale_dtype is None else torch.float8_e4m3fn
+        self.weight = nn.Parameter(torch.empty(n, k, dtype=dtype), requires_grad=False)
+        self.weight_scale_inv: nn.Parameter | None = None
+        if scale_dtype is not None:
+            scale = torch.empty(cdiv(n, WEIGHT_TILE), cdiv(k, WEIGHT_TILE), dtype=scale_dtype)
+            self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[..., N]` in the dtype of `x` `[..., K]`."""
+        if self.weight_scale_inv is None:
+            return linear(x, self.weight)
+        out: Tensor = torch.ops.dsv4.fp8_linear(x, self.weight, self.weight_scale_inv)
+        return out
+
+
+PROJECTIONS = ("main_proj", "e_proj", "h_proj")
+"""Names of such projections in draft models."""
+
+
 class DraftModel(nn.Module):
     """Draft layers and what surrounds them; `convert(model, drafts=...)` attaches them to a target model.
 
-    They share the target's embedding and output head. `state_dict` has the drafts' own weights.
+    They share the target's embedding and output head, unless a checkpoint has separate ones (`own_embed`, `own_head`),
+    as rotated checkpoints do. `state_dict` has what is not shared.
 
     Attributes:
         settings: kind and sizes.
@@ -73,6 +103,8 @@ class DraftModel(nn.Module):
         self.model: Any = hf.DeepseekV4Model(self.config)
         del self.model.embed_tokens
         self.model.__dict__["embed_tokens"] = None
+        self.own_embed: nn.Embedding | None = None
+        self.own_head: nn.Linear | None = None
         # In __dict__, so that the target is no part of this module.
         self.__dict__.update(target=None, caches=None, cache_format=None)
 
@@ -175,7 +207,13 @@ class DraftModel(nn.Module):
     def _logits(self, streams: Tensor) -> Tensor:
         """Return the target head's float32 logits `[B, S, V]` of streams `[B, S, N, D]`."""
         normed = self.model.hc_head(streams, self.model.norm)
-        return head_logits(self.target.lm_head, normed)
+        return head_logits(self.target.lm_head if self.own_head is None else self.own_head, normed)
+
+    def _embeds(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings `[..., D]` of tokens int64 `[...]`."""
+        embedding = self.target.model.embed_tokens if self.own_embed is None else self.own_embed
+        embeds: Tensor = embedding(tokens)
+        return embeds
 
 
 def head_logits(head: Any, hidden: Tensor) -> Tensor:

@@ -80,3 +80,15 @@ def stage_config(config: Any, stages: int) -> Any:
     found.mlp_layer_types = ["moe"] * stages
     found.tie_word_embeddings = False
     return found
+
+
+def check_step(settings: DraftSettings, max_step_tokens: int | None) -> None:
+    """Raise E204 for caches of a model that cannot verify its drafts in one step."""
+    step = settings.step_tokens
+    check(
+        max_step_tokens is None or max_step_tokens >= step,
+        "E204",
+        got=f"max_step_tokens={max_step_tokens} with {settings.num_drafts} drafts",
+        why="a step verifies the last token and its drafts",
+        fix=f"pass at least {step}, or leave the drafts out",
+    )
