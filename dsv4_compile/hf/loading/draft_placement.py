@@ -127,7 +127,7 @@ class DraftPlanner(Planner):
         """Replace modules whose weights are quantised; projections read their format, whatever the layers have."""
         super().quantise_modules()
         for name in PROJECTIONS:
-            module = getattr(self.model, name, None)
+            module: Any = getattr(self.model, name, None)
             kind, scale = ("float", None) if module is None else self.first(name)
             if kind == "e4m3" and not self.dequantize:
                 scale_dtype = torch.float32 if scale is not None and scale.dtype == "F32" else torch.float8_e8m0fnu
