@@ -33,8 +33,8 @@ def official_drafts(drafts: Any) -> dict[str, Tensor]:
         out[f"{at}.attn.attn_sink"] = attention.sinks
         out[f"{at}.attn_norm.weight"] = layer.input_layernorm.weight
         out[f"{at}.ffn_norm.weight"] = layer.post_attention_layernorm.weight
-        for part, mix in (("attn", layer.attn_hc), ("ffn", layer.ffn_hc)):
-            out |= {f"{at}.hc_{part}_{leaf}": getattr(mix, leaf) for leaf in ("fn", "base", "scale")}
+        for sublayer, mix in (("attn", layer.attn_hc), ("ffn", layer.ffn_hc)):
+            out |= {f"{at}.hc_{sublayer}_{leaf}": getattr(mix, leaf) for leaf in ("fn", "base", "scale")}
         out[f"{at}.ffn.gate.weight"], out[f"{at}.ffn.gate.bias"] = moe.gate.weight, moe.gate.e_score_correction_bias
         for ours, theirs in SHARED.items():
             out[f"{at}.ffn.shared_experts.{ours}.weight"] = getattr(moe.shared_experts, theirs).weight
@@ -102,7 +102,7 @@ class Formulas:
         scores = torch.cat((q @ keys.t() * dim**-0.5, self.w[f"{at}.attn_sink"][:, None]), 1)
         out = self.rope(torch.softmax(scores, 1)[:, :-1] @ keys, position, -1.0)
         parts = zip(out.flatten().chunk(groups), self.w[f"{at}.wo_a.weight"].chunk(groups), strict=True)
-        return self.w[f"{at}.wo_b.weight"] @ torch.cat([weight @ part for part, weight in parts])
+        return self.w[f"{at}.wo_b.weight"] @ torch.cat([weight @ heads_of_group for heads_of_group, weight in parts])
 
     def expert(self, prefix: str, x: Tensor) -> Tensor:
         limit = self.c.swiglu_limit
@@ -123,10 +123,10 @@ class Formulas:
         at = f"mtp.{stage}"
         mixed = [self.mix(row, f"{at}.hc_attn") for row in rows]
         inputs = [self.rms(x, self.w[f"{at}.attn_norm.weight"]) for x, _, _ in mixed]
-        own = torch.stack([self.key(stage, x, first + i) for i, x in enumerate(inputs)])
+        block = torch.stack([self.key(stage, x, first + i) for i, x in enumerate(inputs)])
         out = []
         for i, (row, x, (_, post, comb)) in enumerate(zip(rows, inputs, mixed, strict=True)):
-            keys = torch.cat((context, own[: i + 1] if causal else own))
+            keys = torch.cat((context, block[: i + 1] if causal else block))
             row = self.unmix(row, self.attention(stage, x, first + i, keys), post, comb)
             y, post, comb = self.mix(row, f"{at}.hc_ffn")
             out.append(self.unmix(row, self.experts(stage, self.rms(y, self.w[f"{at}.ffn_norm.weight"])), post, comb))

@@ -20,9 +20,9 @@ FLOAT32 = ("hc_", "attn_sink", "gate.bias")
 def stored(name: str, value: Tensor, *, floating: tuple[str, ...] = (), experts: Any = mxfp4) -> dict[str, Tensor]:
     """Return a draft tensor as a checkpoint stores it, with its scales; those with a name in `floating` in bfloat16."""
     stem, leaf = name.removesuffix(".weight"), name.removesuffix(".weight").rpartition(".")[2]
-    if any(part in name for part in FLOAT32):
+    if any(word in name for word in FLOAT32):
         return {name: value.float()}
-    if leaf in E4M3 and not any(part in name for part in floating):
+    if leaf in E4M3 and not any(word in name for word in floating):
         quantise = experts if ".experts." in name and "shared" not in name else e4m3
         weight, scale = quantise(value.float())
         return {name: weight, f"{stem}.scale": scale}
@@ -39,7 +39,7 @@ def values(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def draft_tensors(model: Any, kind: str, **formats: Any) -> dict[str, Tensor]:
     """Return tensors of random draft layers for `model`, three DSpark stages or one MTP layer."""
     named = official_drafts(tiny_drafts(model, kind))
-    return {key: each for name, value in named.items() for key, each in stored(name, value, **formats).items()}
+    return {key: tensor for name, value in named.items() for key, tensor in stored(name, value, **formats).items()}
 
 
 def make(folder: Path, kind: str, *, config: dict[str, Any] | None = None, **formats: Any) -> tuple[Path, Any, Any]:

@@ -45,7 +45,7 @@ def metadata_of(model: Any, rows: int, columns: int) -> AttentionMetadata:
 
 @torch.no_grad()
 def test_taps_are_the_completed_streams_after_layers() -> None:
-    """The last layer included, whose streams enter the head; of eager transformers' recorded hidden states."""
+    """The last layer included, before its streams enter the head; of eager transformers' recorded hidden states."""
     original = tiny_model()
     ids = random_ids(2, 40)
     want = original(ids, output_hidden_states=True, use_cache=False).hidden_states
@@ -60,8 +60,8 @@ def test_taps_are_the_completed_streams_after_layers() -> None:
         for layer, tap in zip(layers[:], parts, strict=True):
             if layer < 3:  # transformers records the last one after the head
                 close(tap, want[layer + 1].mean(2).flatten(0, 1))
-        _, whole = model.model.run_layers(ids, metadata_of(model, 2, 40), caches, taps=Taps((3,), mean=False))
-        close(whole.view(80, 4, SIZE).mean(1), parts[layers.index(3)])
+        _, streams = model.model.run_layers(ids, metadata_of(model, 2, 40), caches, taps=Taps((3,), mean=False))
+        close(streams.view(80, 4, SIZE).mean(1), parts[layers.index(3)])
 
 
 # Attachment.

@@ -1,4 +1,4 @@
-"""Tests of draft layers against float32 formulas, and of which rows of which request they read and write."""
+"""Tests of draft layers: logits against float32 formulas, and the rows that they read and write."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_drafts_belong_to_requests_and_not_to_rows_of_the_batch(dspark: Any, mtp
 
 @pytest.mark.parametrize("chunks", [(1, 1, 1, 1), (3, 2, 4), (7, 33, 1, 2), (64,), (65, 3), (130,)])
 def test_prompts_in_odd_chunks_leave_the_rows_of_a_whole_prompt(dspark: Any, mtp: Any, chunks: tuple[int, ...]) -> None:
-    """Chunks below N + 1 too, and drafts between chunks, whose rows are overwritten."""
+    """Chunks below N + 1 too, and drafts between chunks: their rows are overwritten."""
     for model in (dspark, mtp):
         length = sum(chunks)
         taps, ids = taps_of(model, length), random_ids(length)
@@ -196,7 +196,7 @@ def test_several_requests_in_one_prefill(dspark: Any, mtp: Any) -> None:
 
 @pytest.mark.parametrize("kept", range(1, N + 2))
 def test_rejected_rows_are_not_written(dspark: Any, kept: int) -> None:
-    """A step of N + 1 tokens of which `kept` stay: rows that are not kept leave the caches as they are."""
+    """After a step of N + 1 tokens that keeps `kept`, rows of the others leave the caches as they are."""
     taps = taps_of(dspark, 40 + N + 1)
     spoil(dspark)
     inject(dspark, taps[:40], 0, 0)
@@ -221,7 +221,7 @@ def test_padding_writes_nothing_and_drafts_nothing(dspark: Any) -> None:
 
 
 def test_the_ring_holds_a_window_and_a_step() -> None:
-    """Depths 4, 5 and 6 with the window of the real model, whose index rows are padded to whole blocks."""
+    """Depths 4, 5 and 6 with the window of the real model; index rows are padded to whole blocks."""
     for depth in (4, 5, 6):
         config = dspark_config(sliding_window=128)
         formats = dsv4_format()

@@ -200,7 +200,7 @@ def a_rank_reads_its_part_of_a_checkpoint(mesh: Any) -> None:
 
 @torch.no_grad()
 def _check_drafts(shard: Any, whole: Any, layout: str, ranks: Ranks) -> None:
-    """Compare draft layers of a rank with its part of whole ones, and what both draft."""
+    """Compare draft layers of a rank with its part of whole ones, and the drafts of both."""
     for path, weight in whole.named_parameters():
         want = part_of(weight.data, split_of(path, layout), ranks).contiguous()
         assert torch.equal(shard.get_parameter(path).data.contiguous().view(torch.uint8), want.view(torch.uint8)), path

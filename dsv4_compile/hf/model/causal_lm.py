@@ -9,7 +9,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -28,7 +27,7 @@ from .._compat import why_not_saved
 from .cache import CACHE_NAME, PagedCache, cache_like, given_cache
 from .call_checks import NO_WEIGHTS, WHY_NOT_WHOLE, EnteredOnHost, held_by, refuse_uncalled
 from .call_results import RECORDED
-from .draft_names import save_drafts
+from .draft_names import save_with_drafts
 from .generate_call import check_prompt, generating, is_undisturbed, take_own
 from .layer_kinds import SHARED, block_tables_of, later_layers, repeated_in, repeats_of, tensors_of_cache, without_rows
 from .layers import CompilableHead
@@ -324,15 +323,11 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
         Raises E208 for quantised experts with `save_original_format=False`, and with a transformers that loses scales,
         and for draft layers with `push_to_hub`.
         """
-        drafts = self.dsv4_drafts
-        pushed = drafts is not None and kwargs.get("push_to_hub", False)
-        check(not pushed, "E208", got="push_to_hub with draft layers", fix="save_pretrained, then push the folder")
         why = why_not_saved(self, save_original_format)
         fix = "leave save_original_format unset, with the newest transformers; or load(..., dequantize=True)"
         check(not why, "E208", got="save_pretrained of a model with quantised experts", why=why, fix=fix)
-        super().save_pretrained(save_directory, *args, save_original_format=save_original_format, **kwargs)
-        if drafts is not None and kwargs.get("is_main_process", True):
-            save_drafts(drafts, Path(save_directory))
+        kwargs["save_original_format"] = save_original_format
+        save_with_drafts(super().save_pretrained, self.dsv4_drafts, save_directory, *args, **kwargs)
 
     def _prepare_cache_for_generation(
         self,

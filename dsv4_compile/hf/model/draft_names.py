@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...checkpoints.index import INDEX, SINGLE
+from ...errors import check
 from ..loading.checkpoint import official_name
 from .draft_model import PROJECTIONS
 from .draft_settings import DSPARK
@@ -50,6 +51,21 @@ def stored_tensors(drafts: Any) -> Iterator[tuple[str, Tensor]]:
             parts = zip(("w1", "w3"), expert.chunk(2), strict=True) if matrix == "gate_up_proj" else [("w2", expert)]
             for part, value in parts:
                 yield f"{prefix}.experts.{i}.{part}.{leaf or 'weight'}", value
+
+
+def save_with_drafts(save: Callable[..., None], drafts: Any, folder: Any, *args: Any, **options: Any) -> None:
+    """Call transformers' `save_pretrained`, and add draft layers, if there are some, to what it has written.
+
+    Raises E208 for `push_to_hub`, which would push the folder before.
+    """
+    if drafts is None:
+        save(folder, *args, **options)
+        return
+    pushed = options.get("push_to_hub", False)
+    check(not pushed, "E208", got="push_to_hub with draft layers", fix="save_pretrained, then push the folder")
+    save(folder, *args, **options)
+    if options.get("is_main_process", True):
+        save_drafts(drafts, Path(folder))
 
 
 def save_drafts(drafts: Any, folder: Path) -> None:
