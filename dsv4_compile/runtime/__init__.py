@@ -7,6 +7,7 @@ from .backends import graphs_for
 from .bucket_sizes import request_buckets, token_buckets
 from .captures import Capture, Footprint, Graphs, MemoryPlan
 from .compiled import Counts, counting
+from .drafting import DraftSource, DraftStatistics
 from .runner import DecodeRunner, Statistics
 from .step import padded_buckets
 from .warmup import warming_up
@@ -15,6 +16,8 @@ __all__ = [
     "Capture",
     "Counts",
     "DecodeRunner",
+    "DraftSource",
+    "DraftStatistics",
     "Footprint",
     "Graphs",
     "MemoryPlan",

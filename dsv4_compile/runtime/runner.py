@@ -24,6 +24,7 @@ from ..sizes import check_size, shown
 from .addresses import AddressCheck, AtFixedAddresses, mark_static_inputs, named_tensors
 from .backends import graphs_for
 from .captures import Capture, Footprint, MemoryPlan
+from .drafting import Drafting, DraftSource, DraftStatistics
 from .early_builds import also_for
 from .sampling import Sampler, Sampling
 from .start_times import spending
@@ -72,6 +73,10 @@ class DecodeRunner(AtFixedAddresses):
         sampler: how `run` chooses tokens between steps, see `sampling.Sampling`: "greedy" over logits `[T, vocab]`,
             captured, or a function of the outputs.
         max_run_steps: most steps of one `run`.
+        drafts: what proposes tokens between steps, in place of a sampler: see `drafting.DraftSource`. `step` then
+            returns logits `[T, vocab]`, or these and the taps of the source; `run` verifies, accepts and drafts in one
+            capture, and `tokens_each` is 1 + `drafts.num_drafts`. Compile the source, or its modules run as they are.
+        draft_caches: caches of the source, from its `new_caches`.
         graphs: "auto" for CUDA graphs, "standin" to replay on a CPU in tests. E420 on a CPU otherwise.
         debug: compare all addresses and the padding at each replay, not at the first alone. Waits for the device.
             `debug.witness` also finds inputs, lengths and block tables of an earlier step.
@@ -88,9 +93,11 @@ class DecodeRunner(AtFixedAddresses):
         inputs: Mapping[str, Tensor],
         caches: Any = (),
         buckets: Collection[int] | None = None,
-        tokens_each: int = 1,
+        tokens_each: int | None = None,
         sampler: str | Sampler | None = None,
         max_run_steps: int = 256,
+        drafts: DraftSource | None = None,
+        draft_caches: Any = None,
         graphs: str = "auto",
         debug: bool = False,
     ) -> None:
@@ -98,7 +105,20 @@ class DecodeRunner(AtFixedAddresses):
         check(isinstance(buffers, MetadataBuffers), "E201", got=f"buffers={shown(buffers)}", fix="pass MetadataBuffers")
         self._step, self.buffers, self.caches, self.debug = step, buffers, caches, debug
         self.inputs = StepInputs(inputs, buffers.max_num_batched_tokens)
-        tokens_each, max_run_steps = check_size("tokens_each", tokens_each), check_size("max_run_steps", max_run_steps)
+        max_run_steps = check_size("max_run_steps", max_run_steps)
+        self.drafting: Drafting | None = None
+        if drafts is not None:
+            check(sampler is None, "E201", got=f"drafts with {sampler=}", rule="drafts choose the tokens of a step")
+            self.drafting = Drafting(buffers, drafts, draft_caches, max_run_steps)
+        least = 1 if self.drafting is None else 1 + self.drafting.count
+        tokens_each = check_size("tokens_each", least if tokens_each is None else tokens_each)
+        check(
+            self.drafting is None or tokens_each == least,
+            "E201",
+            got=f"{tokens_each=} with {least - 1} drafts of a request",
+            rule="a step verifies all drafts and the token before them",
+            fix="leave tokens_each out",
+        )
         self.tokens_each = tokens_each
         self.statistics = Statistics()
         device, capacity = buffers.tensors["seq_lens"].device, buffers.max_num_batched_tokens
@@ -109,9 +129,12 @@ class DecodeRunner(AtFixedAddresses):
         self._addresses = AddressCheck(self._captured_tensors, device)
         self.inputs.check_memory(named_tensors(caches, "caches"), buffers)
         self.max_run_steps = max_run_steps
-        self.sampling = None if sampler is None else Sampling(buffers, sampler, tokens_each, max_run_steps)
+        self.sampling: Sampling | Drafting | None = self.drafting
+        if sampler is not None:
+            self.sampling = Sampling(buffers, sampler, tokens_each, max_run_steps)
         self._captures: dict[int, Capture] = {}
         self._runs: dict[int, Capture] = {}
+        self._draft: Capture | None = None
         self._views: dict[int, Any] = {}  # views of the outputs by number of tokens: the outputs never move
         self._checked: set[str] = set()
         self._warned = False
@@ -122,7 +145,8 @@ class DecodeRunner(AtFixedAddresses):
         """Return all tensors that a capture holds the addresses of, by name."""
         module = getattr(self._step, "_orig_mod", self._step)
         named = self.inputs.named() | {f"metadata {name}": tensor for name, tensor in self.buffers.tensors.items()}
-        return named | named_tensors(self.caches, "caches") | named_tensors(module, "step")
+        named |= named_tensors(self.caches, "caches") | named_tensors(module, "step")
+        return named if self.drafting is None else named | self.drafting.tensors()
 
     def __repr__(self) -> str:
         state = "captured" if self.sealed else "not warmed up"
@@ -131,7 +155,7 @@ class DecodeRunner(AtFixedAddresses):
     @property
     def sealed(self) -> bool:
         """True after warm_up; from then on nothing is compiled, captured or allocated."""
-        return bool(self._captures)
+        return bool(self._captures or self._runs)
 
     def plan(self) -> MemoryPlan:
         """Run every bucket with padding alone and return the memory that the captures will need.
@@ -145,14 +169,17 @@ class DecodeRunner(AtFixedAddresses):
             with suspended(), no_requests(self.buffers), progress.stage("warm up", total=len(self.buckets)) as work:
                 for size in self.buckets:
                     work.note(f"{size} tokens")
-                    call = self._call_of(size)
+                    call_of = self._call_of if self.drafting is None else self._run_of
                     with also_for(size, self.buckets.sizes):
                         for _ in range(2):  # at the second size torch.compile may compile for all sizes
-                            self.graphs.warm_up(call)
-                    footprints[size] = self.graphs.measure(call)
-                    if self._captures_run(size):
+                            self.graphs.warm_up(call_of(size))
+                    footprints[size] = self.graphs.measure(call_of(size))
+                    if self.drafting is None and self._captures_run(size):
                         runs.append(self.graphs.measure(self._run_of(size)))
                     work.advance()
+                if self.drafting is not None:
+                    self.graphs.warm_up(self._draft_call())
+                    runs.append(self.graphs.measure(self._draft_call()))
             graphs = self.graphs.predict([*footprints.values(), *runs])
             self._plan = MemoryPlan(self._addresses.nbytes, footprints, graphs)
         return self._plan
@@ -172,11 +199,16 @@ class DecodeRunner(AtFixedAddresses):
         with warming_up(), no_requests(self.buffers), progress.stage("capture", total=len(self.buckets)) as work:
             for size in self.buckets:
                 work.note(f"{size} tokens")
-                captures[size] = self._capture(size)
+                if self.drafting is None:
+                    captures[size] = self._capture(size)
                 if self._captures_run(size):
-                    runs[size] = self.graphs.capture(self._run_of(size), f"the run of {size} requests")
+                    requests = size // self.tokens_each
+                    runs[size] = self.graphs.capture(self._run_of(size), f"the run of {requests} requests")
                     self.statistics.captures += 1
                 work.advance()
+            if self.drafting is not None:
+                self._draft = self.graphs.capture(self._draft_call(), "the drafts of new requests")
+                self.statistics.captures += 1
         self._captures, self._runs = captures, runs
         self._held = self.graphs.memory()
         plan.check(self._held)
@@ -201,6 +233,8 @@ class DecodeRunner(AtFixedAddresses):
         buffer that moved, E427 before warm_up, E429 (debug) for padding without its pad value.
         """
         self.check_process()
+        if self.drafting is not None:
+            fail("E201", got="step of a runner with drafts", rule="the next step needs its drafts", fix="call run")
         if not self._captures:
             fail("E427", got="step of a runner that has captured nothing")
         tokens = count_tokens(num_tokens, num_reqs, self.tokens_each, self.buffers.max_num_batched_tokens)
@@ -218,14 +252,15 @@ class DecodeRunner(AtFixedAddresses):
     def run(self, steps: int, num_reqs: int) -> tuple[Tensor, Tensor]:
         """Decode `steps` steps of the first `num_reqs` requests of the batch in `buffers`, `tokens_each` tokens each.
 
-        With the greedy sampler each step is one launch, and the host waits for nothing. With any other sampler the host
-        calls it and one op between steps. Lengths, positions and slots advance on the device. A request that runs out
-        of reserved tokens becomes padding and leaves its length in `buffers.tensors["overflow"]`. After the run the
-        buffers describe the next step.
+        With the greedy sampler or drafts each step is one launch, and the host waits for nothing. With any other
+        sampler the host calls it and one op between steps. Lengths, positions and slots advance on the device. A
+        request that runs out of reserved tokens becomes padding and leaves its length in `buffers.tensors["overflow"]`.
+        After the run the buffers describe the next step.
 
         Returns:
             Tokens int64 `[steps, num_reqs, tokens_each]` and the number kept of each, int32 `[steps, num_reqs]`: views
-            that the next run overwrites. Ignore the rows of requests that have stopped.
+            that the next run overwrites. Ignore the rows of requests that have stopped. With drafts a token of -1
+            ends a request: its logits were NaN or infinite.
         """
         self.check_process()
         check(self.sealed, "E427", got="run of a runner that has captured nothing")
@@ -238,6 +273,16 @@ class DecodeRunner(AtFixedAddresses):
         bucket = self.buckets.fit(tokens)
         captured = self._runs.get(bucket or 0)
         sampling.begin()
+        if self.drafting is not None:
+            size = tokens if bucket is None else bucket
+            call = self._run_of(size) if captured is None else None
+            self.inputs.pad(tokens, size)
+            for _ in range(steps):
+                if captured is None:
+                    self._uncaptured(tokens, call)
+                else:
+                    self._replay(captured, size, tokens)
+            return sampling.result(steps, num_reqs)
         if captured is None or bucket is None:
             for _ in range(steps):
                 sampling.finish_step(self.step(tokens), num_reqs)
@@ -247,15 +292,34 @@ class DecodeRunner(AtFixedAddresses):
             self._replay(captured, bucket, tokens)
         return sampling.result(steps, num_reqs)
 
+    def draft(self) -> None:
+        """Draft for the requests that `drafting.load` has described, before the first step of a run; one launch."""
+        self.check_process()
+        if self._draft is None:
+            fail("E427", got="draft of a runner without drafts, or that has captured nothing")
+        self._draft.replay()
+        self.statistics.replays += 1
+
+    def draft_statistics(self) -> DraftStatistics:
+        """Return acceptance by position and tokens a step of all runs so far. Waits for the device."""
+        if self.drafting is None:
+            fail("E201", got="draft_statistics of a runner without drafts", fix="DecodeRunner(..., drafts=...)")
+        return self.drafting.statistics()
+
+    def _draft_call(self) -> Callable[[], None]:
+        assert self.drafting is not None
+        return torch.no_grad()(self.drafting.draft)
+
     def _captures_run(self, size: int) -> bool:
-        return self.sampling is not None and self.sampling.captured and size <= self.buffers.max_num_seqs
+        requests = size // self.tokens_each
+        return self.sampling is not None and self.sampling.captured and requests <= self.buffers.max_num_seqs
 
     def _run_of(self, size: int) -> Callable[[], None]:
-        """Return a call that runs a step of `size` requests, samples, and advances the batch."""
-        step, sampling = self._call_of(size), self.sampling
+        """Return a call that runs a step of `size` tokens, chooses tokens, and advances the batch."""
+        step, sampling, requests = self._call_of(size), self.sampling, size // self.tokens_each
         assert sampling is not None
         sampling.begin()
-        return torch.no_grad()(lambda: sampling.finish_step(step(), size))
+        return torch.no_grad()(lambda: sampling.finish_step(step(), requests))
 
     def _replay(self, captured: Capture, bucket: int, tokens: int) -> None:
         if self.debug or captured.what not in self._checked:
@@ -266,13 +330,13 @@ class DecodeRunner(AtFixedAddresses):
         if self.debug:
             self._check_replay(bucket, tokens)
 
-    def _uncaptured(self, tokens: int) -> Any:
+    def _uncaptured(self, tokens: int, call: Callable[[], Any] | None = None) -> Any:
         reason = f"a batch of {tokens} tokens, above the largest bucket {self.buckets.sizes[-1]}"
         if not self._warned:
             self._warned = True
             warn("W601", got=reason)
         self.statistics.uncaptured += 1
-        return self._call_of(tokens)()
+        return (call or self._call_of(tokens))()
 
     def _call_of(self, size: int) -> Callable[[], Any]:
         """Return the whole step for `size` tokens at the persistent addresses, to capture or to run without a graph."""
@@ -289,7 +353,8 @@ class DecodeRunner(AtFixedAddresses):
         if bucket is None:
             fail("E204", got=f"{tokens} tokens", fix=f"pass at most {self.buckets.sizes[-1]}, the largest bucket")
         self.inputs.pad(tokens, bucket)
-        return self._step, self._call_of(bucket), f"the step of {bucket} tokens"
+        call = self._call_of(bucket) if self.drafting is None else self._run_of(bucket)
+        return self._step, call, f"the step of {bucket} tokens"
 
     def _check_replay(self, bucket: int, tokens: int) -> None:
         check_padding(self.buffers, tokens, bucket)
