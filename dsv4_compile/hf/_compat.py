@@ -1,15 +1,20 @@
-"""Private names of transformers: conversions of checkpoints that it writes and reads, and outputs that it records."""
+"""Private names of transformers: conversions of checkpoints, recorded outputs, and what `generate` prepares."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+_SAMPLING = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+"""Warpers of logits that ops of this package stand for, in the order of `generate`."""
 
 _CONVERSIONS = "_weight_conversions"
 """Attribute of a model by which `save_pretrained` reverts what `from_pretrained` did."""
@@ -71,3 +76,33 @@ def record_outputs(model: Any) -> None:
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
     maybe_install_capturing_hooks(model)
+
+
+def sampling_of(processors: Any) -> tuple[float, float, float, float] | None:
+    """Return temperature, top-k, top-p and 0 that a list of warpers of logits stands for, None if it does more."""
+    kinds = [type(processor) for processor in processors]
+    if any(kind not in _SAMPLING for kind in kinds) or kinds != [kind for kind in _SAMPLING if kind in kinds]:
+        return None
+    if any(getattr(processor, "filter_value", -math.inf) != -math.inf for processor in processors):
+        return None
+    by_kind = dict(zip(kinds, processors, strict=True))
+    if getattr(by_kind.get(TopPLogitsWarper), "min_tokens_to_keep", 1) != 1:
+        return None
+    temperature = getattr(by_kind.get(TemperatureLogitsWarper), "temperature", 1.0)
+    top_k = getattr(by_kind.get(TopKLogitsWarper), "top_k", 0)
+    return float(temperature), float(top_k), float(getattr(by_kind.get(TopPLogitsWarper), "top_p", 1.0)), 0.0
+
+
+def mask_columns(config: Any, mask: Any, input_ids: Any) -> int:
+    """Return the columns of the attention mask of a prompt, which has those of earlier calls too.
+
+    `generate` drops a mask of ones, and notes its width.
+    """
+    width: int = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
+    return width
+
+
+def padding_of(config: Any, criteria: Any) -> int | None:
+    """Return the token that rows get after their end, None where they go on until all rows have ended."""
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    return int(config._pad_token_tensor) if ends else None

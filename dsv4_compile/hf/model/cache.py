@@ -48,6 +48,8 @@ class PagedCache(Cache):
         holder: the `generate` call that owns the cache, or None.
         entered: whether a forward uses the cache now, in `thread`.
         interrupted: whether a forward failed after it may have written.
+        drafted: columns since the last reset that drafts have read, all of them or fewer than `appended`.
+        draft_caches: caches of the model's drafts, None before their first use.
 
     Graphs read `dsv4_parameters`, the tensors by a path for each, and guard `dsv4_state`, both as of the last `adopt`.
     """
@@ -81,6 +83,8 @@ class PagedCache(Cache):
         self.entered = False
         self.thread = 0
         self.interrupted = False
+        self.drafted = 0
+        self.draft_caches: Any = None
         self.dsv4_state = ""
         self.dsv4_parameters: dict[str, Tensor] = {}
         self._parts: list[Any] = []
@@ -184,7 +188,7 @@ class PagedCache(Cache):
         """Remove all sequences. Cache rows keep their bytes, because no row is read before it is written again."""
         self.seq_lens.zero_()
         self.generation += 1
-        self.rows = self.appended = 0
+        self.rows = self.appended = self.drafted = 0
         self.interrupted = False
 
     def check_fits(self, batch_size: int, length: int) -> None:

@@ -22,14 +22,16 @@ from transformers.utils.output_capturing import capture_outputs
 from ...cache import LayerCache
 from ...errors import check, fail
 from ...metadata import AttentionMetadata
-from ...runtime.repeated_layers import begin_layer, end_layer, marks_are_written_out, repeat_layer
+from ...runtime.repeated_layers import begin_layer, end_layer, repeat_layer
 from .._compat import why_not_saved
+from .begin_step import begin_step
 from .cache import CACHE_NAME, PagedCache, cache_like, given_cache
 from .call_checks import NO_WEIGHTS, WHY_NOT_WHOLE, EnteredOnHost, held_by, refuse_uncalled
 from .call_results import RECORDED
+from .draft_generate import OPTION, GeneratesWithDrafts
 from .draft_names import save_with_drafts
 from .generate_call import check_prompt, generating, is_undisturbed, take_own
-from .layer_kinds import SHARED, block_tables_of, later_layers, repeated_in, repeats_of, tensors_of_cache, without_rows
+from .layer_kinds import SHARED, repeated_in, repeats_of, tensors_of_cache, without_rows
 from .layers import CompilableHead
 from .model_snapshot import Snapshot
 from .redundant_guards import REPEATS, STATE, TENSORS, named
@@ -199,22 +201,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         """
         if cache is None or not cache.entered:
             refuse_uncalled()
-        check_autocast(input_ids)
-        if torch.compiler.is_dynamo_compiling():
-            # Guarded in place of modules and settings; parameters that were read here have a short way to the graph.
-            check(bool(self.dsv4_state and cache.dsv4_state), "E208", got="a forward before a call")
-            repeats = self.dsv4_repeats if marks_are_written_out() else ()
-            elsewhere = tuple(f"layers.{i}." for i in later_layers(repeats))
-            for tensors in (self.dsv4_parameters, cache.dsv4_parameters):
-                _ = [tensors[name].ndim for name in tensors if not name.startswith(elsewhere)]
-        else:
-            repeats = ()
-        rows, columns = input_ids.shape
-        if token_rows is None:
-            metadata = cache.begin_step(rows, columns, keep)
-        else:
-            metadata = cache.begin_prompts(*token_rows)
-        shared = block_tables_of(metadata) if repeats else ()
+        metadata, repeats, shared = begin_step(self, input_ids, keep, cache, token_rows)
         hidden_states = self.run_layers(input_ids, metadata, cache.paged.layers, repeats, shared, **kwargs)
         results: dict[str, Any] = {"last_hidden_state": hidden_states, CACHE_NAME: cache}
         return MoeModelOutputWithPast(**results)
@@ -263,7 +250,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         return normed if taps is None else (normed, taps.read(tapped))
 
 
-class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
+class CompilableForCausalLM(GeneratesWithDrafts, EnteredOnHost, hf.DeepseekV4ForCausalLM):
     """Language model whose `generate` uses the paged cache and marks dynamic dims, so that nothing recompiles."""
 
     # Dynamo must not trace the checks of a wrapper from torch.compile(model), but compile what they call.
@@ -296,12 +283,13 @@ class CompilableForCausalLM(EnteredOnHost, hf.DeepseekV4ForCausalLM):
                 'Compile it in place: model.compile(fullgraph=True, backend="dsv4"). '
                 "A wrapper from torch.compile(model) is not used by generate()."
             )
+        drafts = kwargs.pop(OPTION, None)
         cache = given_cache(kwargs)
         if cache is not None:
             kwargs[CACHE_NAME] = cache
         held = None if cache is None else held_by(self.model, cache)
         check_prompt(args, kwargs, held, self.generation_config)
-        with generating(not has_block(self.model) and is_undisturbed(self, args, kwargs)):
+        with generating(not has_block(self.model) and is_undisturbed(self, args, kwargs), drafts):
             return super().generate(*args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -39,12 +39,14 @@ class Generation:
 
     Args:
         undisturbed: no code of the caller runs between its steps.
+        drafts: the argument of this name, None if it was not given.
 
     Attributes:
         caches: those that are its own until it ends.
     """
 
-    def __init__(self, undisturbed: bool) -> None:
+    def __init__(self, undisturbed: bool, drafts: bool | None = None) -> None:
+        self.drafts = drafts
         self.caches: list[PagedCache] = []
         self._undisturbed = undisturbed
         self._compared: tuple[Any, PagedCache] | None = None
@@ -66,9 +68,9 @@ current = _GENERATION.get
 
 
 @contextmanager
-def generating(undisturbed: bool) -> Iterator[None]:
+def generating(undisturbed: bool, drafts: bool | None = None) -> Iterator[None]:
     """Keep the caches that `take_own` hands out in the block for it alone, until it ends."""
-    generation = Generation(undisturbed)
+    generation = Generation(undisturbed, drafts)
     before = _GENERATION.set(generation)
     try:
         yield
