@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...errors import check
+from ...runtime import DraftStatistics
 from ...runtime.addresses import AtFixedAddresses
 from .sampling import RequestSampling
 
@@ -21,6 +22,8 @@ class Progress:
     Attributes:
         number: requests that were submitted to the batch before.
         cached: tokens of the request in the cache.
+        drafts: whether its tokens are drafted.
+        accepted: its steps by number of accepted drafts; empty in a batch without drafts.
     """
 
     number: int
@@ -29,6 +32,8 @@ class Progress:
     stop_tokens: frozenset[int]
     sampling: RequestSampling
     on_token: Callable[[int], object] | None
+    drafts: bool = False
+    accepted: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     state: str = "waiting"
     cached: int = 0
@@ -105,6 +110,11 @@ class Request(AtFixedAddresses):
     def ended(self) -> bool:
         """Whether the request gets no more tokens."""
         return self._progress.ended
+
+    @property
+    def draft_statistics(self) -> DraftStatistics:
+        """Acceptance of its drafts so far; without steps in a batch without drafts."""
+        return DraftStatistics(tuple(self._progress.accepted))
 
     def progress_in(self, batch: Batch) -> Progress | None:
         """Return the record that `batch` keeps of the request, None if it is a request of another batch."""

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from ...errors import DSV4Error, check, error, fail
-from ...runtime import Statistics
+from ...runtime import DraftStatistics, Statistics
 from ...runtime.addresses import AtFixedAddresses
 from ...sizes import check_size, shown
-from ..model.arguments import callback, integer, stop_set, token_ids
+from ..model.arguments import callback, check_flags, integer, stop_set, token_ids
 from ..model.causal_lm import CompilableForCausalLM
 from .requests import Progress, Request
 from .running_model import RunningModel
@@ -51,6 +51,8 @@ class RunningBatch(AtFixedAddresses):
         backend: "dsv4", or another backend of `torch.compile`, for the two kinds of steps; None runs them eager.
         options: of that backend. CUDA graphs are captured here, so they are none of its settings.
         graphs: "auto" captures CUDA graphs on a GPU and nothing on a CPU; "cuda", "off", or "standin" for tests.
+        drafts: verify drafts of the model, so that a step gives a request up to 1 + N tokens (None = if it has any).
+            Near the end of its slot a request decodes a token a step.
 
     Compiles and captures all of its steps when it is made, with progress, so that no request waits for that. Prompts
     are padded to `runtime.token_buckets(prefill_chunk)`, decodes to `runtime.request_buckets(slots)`.
@@ -73,6 +75,7 @@ class RunningBatch(AtFixedAddresses):
         backend: str | None = None,
         options: Mapping[str, Any] | None = None,
         graphs: str = "auto",
+        drafts: bool | None = None,
     ) -> None:
         check(
             isinstance(model, CompilableForCausalLM) and model.model.dsv4_in_step is None,
@@ -81,15 +84,21 @@ class RunningBatch(AtFixedAddresses):
             why="the host of one device decides who joins",
             fix="pass a model that dsv4_compile.hf.convert returned, without mesh",
         )
+        if drafts is not None:
+            check_flags(drafts=drafts)
+        if drafts and model.dsv4_drafts is None:
+            fail("E208", got="drafts=True for a model without drafts", fix='load a folder with drafts, drafts="auto"')
+        drafts = model.dsv4_drafts is not None if drafts is None else drafts
         slots, prefill_chunk = check_size("slots", slots), check_size("prefill_chunk", prefill_chunk, least=2)
         self.model, self.slots = model, slots
-        self._steps = RunningModel(model, slots, max_seq_len, prefill_chunk, backend, options, graphs)
+        self._steps = RunningModel(model, slots, max_seq_len, prefill_chunk, backend, options, graphs, drafts)
         self.max_seq_len, self.prefill_chunk = self._steps.max_seq_len, self._steps.prefill_chunk
         self.caches, self.graphs = self._steps.caches, self._steps.graphs
         self._waiting: deque[Progress] = deque()
         self._running: list[Progress | None] = [None] * slots
         self._submitted = 0
         self._uncalled: deque[_One] = deque()  # tokens whose callbacks have not been called
+        self._dropped: dict[Progress, int] = {}
         self._lock = threading.RLock()  # held for a few lines, never while a model or a callback runs
         self._stepping: tuple[int, object] | None = None
         self._calling_back = self._unfinished = False
@@ -116,6 +125,12 @@ class RunningBatch(AtFixedAddresses):
         return self._steps.statistics
 
     @property
+    def draft_statistics(self) -> DraftStatistics:
+        """Acceptance of the drafts of all requests so far; without steps in a batch without drafts."""
+        drafts = self._steps.drafts
+        return DraftStatistics(()) if drafts is None else drafts.draft_statistics
+
+    @property
     def idle(self) -> bool:
         """Whether no request waits or runs, and all callbacks have been called."""
         return not self._waiting and not self._served() and not self._uncalled
@@ -131,6 +146,7 @@ class RunningBatch(AtFixedAddresses):
         seed: int = 0,
         stop_tokens: Collection[int] = (),
         on_token: Callable[[int], object] | None = None,
+        drafts: bool = True,
     ) -> Request:
         """Queue a request.
 
@@ -141,6 +157,8 @@ class RunningBatch(AtFixedAddresses):
             stop_tokens: a token, or a collection or tensor of them, that end the request; it is its last.
             on_token: called with each token at the end of its step. If it raises, the request is cancelled, the others
                 get their tokens and callbacks, and `step` raises the error, which is also the request's `error`.
+            drafts: whether drafts of the request are verified, in a batch with drafts. Sampled tokens are distributed
+                alike, but are others.
 
         Raises E201 for arguments of another type, ids outside the vocabulary or sampling out of range, and E204 for a
         request that would not fit its slot. A request that is not taken leaves the batch as it was.
@@ -156,10 +174,13 @@ class RunningBatch(AtFixedAddresses):
             why=f"a slot holds {most} tokens",
             fix="shorten it, or make a RunningBatch with a larger max_seq_len",
         )
+        check_flags(drafts=drafts)
         sampling, stop = RequestSampling(temperature, top_k, top_p, seed), stop_set(stop_tokens, vocab)
         on_token = callback(on_token)
         with self._lock:
             progress = Progress(self._submitted, ids, new, stop, sampling, on_token)
+            if self._steps.drafts is not None:
+                progress.drafts, progress.accepted = drafts, [0] * self._steps.drafts.width
             request = Request(self, progress)
             self._submitted += 1
             self._waiting.append(progress)
@@ -226,7 +247,8 @@ class RunningBatch(AtFixedAddresses):
             if self._unfinished:  # by an interrupt in the middle of a recovery
                 self._recover(None)
             new = self._step()
-            return new, self._call_back()
+            faults = self._call_back()
+            return self._without_dropped(new), faults
         finally:
             # First without the lock, for which an interrupt might end the wait.
             if self._stepping is turn:
@@ -240,12 +262,14 @@ class RunningBatch(AtFixedAddresses):
             self._steps.check()
             self._join()
             self._steps.prepare_step()
-            decoding = [progress for progress in self._served() if progress.state == "decode"]
+            served = [progress for progress in self._served() if progress.state == "decode"]
+            decoding = [progress for progress in served if not self._steps.is_plain(progress)]
             self._unfinished = True
             prefilled = self._steps.prefill(self._running)
             if decoding:
                 self._run_decode(decoding)
-            new = self._record({*prefilled, *decoding}, self._steps.chosen())  # the one wait of a step
+            chosen = self._steps.chosen()  # the one wait of a step
+            new = self._record({*prefilled, *decoding}, self._steps.new_tokens(self._running, chosen))
             self._unfinished = False
         except BaseException as fault:
             self._recover(fault)
@@ -255,11 +279,13 @@ class RunningBatch(AtFixedAddresses):
     def _run_decode(self, decoding: list[Progress]) -> None:
         self._steps.decode(self._running, decoding)
 
-    def _record(self, served: Collection[Progress], chosen: Sequence[int]) -> list[_One]:
+    def _record(self, served: Collection[Progress], chosen: Sequence[Sequence[int]]) -> list[_One]:
         """Give requests their tokens, in the order of slots, and end those that are complete."""
+        by_slot = tuple(zip(self._running, chosen, strict=True))
+        tokens = [(progress, token) for progress, new in by_slot if progress in served for token in new]
         new: list[_One] = []
-        for progress, token in zip(self._running, chosen, strict=True):
-            if progress is None or progress not in served:
+        for progress, token in tokens:
+            if progress is None or progress.ended:  # by a token before, in the same step
                 continue
             if token == NO_TOKEN:
                 count = len(progress.tokens)
@@ -314,8 +340,26 @@ class RunningBatch(AtFixedAddresses):
     def _cancel(self, progress: Progress) -> None:
         if progress.state == "waiting":
             self._waiting.remove(progress)
+        later = [pair for pair in self._uncalled if pair[0] is progress]
+        if self._calling_back and later:  # tokens of the same step: without drafts they would not be there yet
+            self._uncalled = deque(pair for pair in self._uncalled if pair[0] is not progress)
+            del progress.tokens[-len(later) :]
+            self._dropped[progress] = len(later)
+            if progress.ended:
+                progress.state = "cancelled"
         if not progress.ended:
             self._end(progress, "cancelled")
+
+    def _without_dropped(self, new: list[_One]) -> list[_One]:
+        """Return the new tokens of a step without those that `_cancel` has dropped."""
+        dropped, self._dropped = self._dropped, {}
+        remaining: list[_One] = []
+        for progress, token in reversed(new):
+            if dropped.get(progress, 0):
+                dropped[progress] -= 1
+            else:
+                remaining.append((progress, token))
+        return remaining[::-1]
 
     def _fail(self, progress: Progress, cause: DSV4Error) -> None:
         progress.error = cause

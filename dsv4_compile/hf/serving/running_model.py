@@ -13,7 +13,7 @@ from ...metadata import MetadataBuffers
 from ...ops.common.define import OPS
 from ...options import Options
 from ...progress import stage
-from ...runtime import Statistics, mark_static_inputs
+from ...runtime import DecodeRunner, Statistics, mark_static_inputs
 from ...runtime.addresses import AddressCheck, named_tensors
 from ...runtime.bucket_sizes import request_buckets, token_buckets
 from ...runtime.repeated_layers import writes_out
@@ -23,10 +23,12 @@ from ...sizes import shown
 from ..model.cache import cache_like
 from ..model.call_checks import check_call
 from ..model.causal_lm import CompilableForCausalLM
+from ..model.draft_generate import skipped_additions
 from ..model.unchanged_block import has_block
 from .requests import Progress
-from .running_steps import DecodeTokens, Part, PrefillTokens, with_repeated
-from .sampling import COLUMNS, choose_tokens, likeliest_tokens
+from .running_drafts import CompiledSource, RunningDrafts, VerifyTokens
+from .running_steps import DecodeTokens, Part, PrefillTokens, TappedPrefill, with_repeated
+from .sampling import COLUMNS, NO_TOKEN, choose_tokens, likeliest_tokens
 
 Slots = Sequence[Progress | None]
 """Request in each slot of the cache."""
@@ -63,14 +65,16 @@ class RunningModel:
         backend: str | None,
         options: Mapping[str, Any] | None,
         graphs: str,
+        drafts: bool = False,
     ) -> None:
         self.model, self.vocab_size = model, model.config.vocab_size
-        paged = cache_like(model.model, slots, max_seq_len, prefill_chunk).paged
+        width = model.dsv4_drafts.num_drafts + 1 if drafts else 1
+        paged = cache_like(model.model, slots, max_seq_len, max(prefill_chunk, width)).paged
         self.max_seq_len, self.prefill_chunk = paged.max_seq_len, min(prefill_chunk, slots * paged.max_seq_len)
         self.caches = paged.layers
         device = model.model.dsv4_cache.seq_lens.device
         self._buffers = MetadataBuffers(
-            max_num_batched_tokens=max(slots, self.prefill_chunk),
+            max_num_batched_tokens=max(slots * width, self.prefill_chunk),
             max_num_seqs=slots,
             max_model_len=paged.max_seq_len,
             window=paged.config.sliding_window,
@@ -82,32 +86,49 @@ class RunningModel:
         mark_static_inputs(named_tensors(self.caches, "caches"))
         compiler, compile_options = _compiler(backend, options)
 
+        def compiled(call: Any) -> Any:
+            if backend is None:
+                return call
+            return torch.compile(call, fullgraph=True, dynamic=True, backend=backend, options=compile_options)
+
+        def stepped(step: nn.Module) -> Any:
+            run = compiled(step)
+            return with_repeated(run, model, self.caches) if repeats else run
+
         def part(step: nn.Module, buckets: Collection[int]) -> Part:
-            run: Any = step
-            if backend is not None:
-                run = torch.compile(step, fullgraph=True, dynamic=True, backend=backend, options=compile_options)
-            if repeats:
-                run = with_repeated(run, model, self.caches)
-            return Part(run, self._buffers, self.caches, buckets, self.graphs)
+            return Part(stepped(step), self._buffers, self.caches, buckets, self.graphs)
 
         # A graph reads tensors of repeated layers where `adopt` has put them.
         repeats = backend is not None and writes_out(compiler, options)
         self._adopts = repeats and self.graphs == "off"
-        self._decode = part(DecodeTokens(model), request_buckets(slots))
-        # A first bucket of 1 token would be a graph more.
-        self._prefill = part(PrefillTokens(model), {max(2, size) for size in token_buckets(self.prefill_chunk)})
         self._compiles = backend is not None
+        self.drafts: RunningDrafts | None = None
+        if drafts:
+            source = model.dsv4_drafts if backend is None else CompiledSource(model.dsv4_drafts, compiled)
+            step = stepped(VerifyTokens(model))
+            self.drafts = RunningDrafts(source, step, self._buffers, self.caches, self.graphs)
+        else:
+            self._decode = part(DecodeTokens(model), request_buckets(slots))
+        # A first bucket of 1 token would be a graph more.
+        prefill = TappedPrefill(model) if drafts else PrefillTokens(model)
+        self._prefill = part(prefill, {max(2, size) for size in token_buckets(self.prefill_chunk)})
         self._weights: AddressCheck | None = None
         self._checked: Any = None
         self._device, self._cache = device, model.model.dsv4_cache
         self._ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+        self._verified: set[Progress] = set()
         self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)
 
     @property
     def statistics(self) -> Statistics:
         """Captures and replays of both kinds of steps; all zero without graphs."""
-        parts = [part.runner.statistics for part in (self._prefill, self._decode) if part.runner is not None]
+        parts = [runner.statistics for runner in self._runners()]
         return Statistics(*(sum(getattr(each, name) for each in parts) for name in Statistics.__slots__))
+
+    def _runners(self) -> list[DecodeRunner]:
+        """Return the runners of the two kinds of steps, none without graphs."""
+        runners = self._prefill.runner, self._decode.runner if self.drafts is None else self.drafts.runner
+        return [runner for runner in runners if runner is not None]
 
     def check(self) -> None:
         """Raise E208 unless the model is still the converted one, and is called as it can run."""
@@ -116,7 +137,7 @@ class RunningModel:
         if not same:
             fail("E208", got="a model that was reverted, or converted again", fix="make another RunningBatch")
         for module in (model, model.model):
-            if addition := _passed_over(module):
+            if addition := skipped_additions(module):
                 fail(
                     "E208",
                     got=f"a {type(module).__name__} with {addition}",
@@ -135,7 +156,7 @@ class RunningModel:
             self.prepare_join()
             if self.graphs == "off":
                 with warming_up(), stage("warm up", total=2) as work:
-                    for part in (self._prefill, self._decode):
+                    for part in (self._prefill, self.drafts or self._decode):
                         part.compile()
                         work.advance()
 
@@ -154,14 +175,15 @@ class RunningModel:
         """Read weights that have changed, unless a block of `hf.unchanged` says that none has."""
         if not has_block(self.model.model):
             self.model.model.adopt()
+            if self.drafts is not None:
+                self.model.dsv4_drafts.adopt()
 
     def _check_captured_weights(self) -> None:
         """Capture the graphs before the first request; raise E421 for a parameter that has moved since."""
         if self._weights is None:
-            for part in (self._prefill, self._decode):
-                assert part.runner is not None
-                if not part.runner.sealed:
-                    part.runner.warm_up()
+            for runner in self._runners():
+                if not runner.sealed:
+                    runner.warm_up()
             self._weights = AddressCheck(lambda: named_tensors(self.model, "model"), self._device)
         # A snapshot is of the layers, and another one after a change. The check holds the tensors, so ids are theirs.
         head = [(id(tensor), tensor.data_ptr()) for tensor in named_tensors(self.model.lm_head, "lm_head").values()]
@@ -175,7 +197,10 @@ class RunningModel:
         room, parts = self.prefill_chunk, {}
         served = [progress for progress in slots if progress is not None]
         for progress in sorted(served, key=lambda progress: progress.number):
-            if progress.state == "prefill" and room:
+            if self.is_plain(progress) and room:
+                parts[progress] = progress.tokens[-1:]
+                room -= 1
+            elif progress.state == "prefill" and room:
                 parts[progress] = progress.prompt[progress.cached : progress.cached + room]
                 room -= len(parts[progress])
         if not parts:
@@ -184,21 +209,38 @@ class RunningModel:
             progress.cached += len(tokens)
         ends: list[int] = []
         done: list[Progress] = []
-        count = 0
+        joining: list[Progress] = []
+        following: list[int] = []
         for progress in (progress for progress in served if progress in parts):
-            count += len(parts[progress])
-            if progress.cached == len(progress.prompt):
+            begin = progress.cached - len(parts[progress]) + 1
+            following += [*progress.prompt[begin : progress.cached + 1], NO_TOKEN][: len(parts[progress])]
+            if progress.cached >= len(progress.prompt):
+                joining += [progress] if progress.state == "prefill" else []
                 progress.state = "decode"
-                ends.append(count - 1)
+                ends.append(len(following) - 1)
                 done.append(progress)
-        hidden, (rows, places) = _run(self._prefill, slots, parts, ends, _slots_of(done, slots))
+        groups = ends, _slots_of(done, slots), following if self.drafts is not None else []
+        outputs, (rows, places, after) = _run(self._prefill, slots, parts, *groups)
+        hidden, *taps = (outputs,) if self.drafts is None else outputs
         if done:
             logits = self.model.lm_head(hidden[rows])
             self._choose(logits, likeliest_tokens(logits), done, places, self._prefill)
+        if self.drafts is not None:
+            self.drafts.inject(hidden.shape[0], taps, after, rows, self._chosen[places])
+            if joining:
+                self.drafts.join(joining, _slots_of(joining, slots), self._chosen)
         return done
 
+    def is_plain(self, progress: Progress) -> bool:
+        """Return whether a request in a batch with drafts decodes one token, because its slot has no room for more."""
+        return self.drafts is not None and progress.state == "decode" and not self.drafts.has_room(progress)
+
     def decode(self, slots: Slots, decoding: list[Progress]) -> None:
-        """Decode one token of each of `decoding`, which are in the order of their slots."""
+        """Decode a token of each of `decoding`, which are in the order of their slots, or verify their drafts."""
+        if self.drafts is not None:
+            self.drafts.decode(slots, decoding)
+            self._verified = set(decoding)
+            return
         for progress in decoding:
             progress.cached += 1
         parts = {progress: progress.tokens[-1:] for progress in decoding}
@@ -207,8 +249,27 @@ class RunningModel:
         self._choose(logits[:count], likeliest[:count], decoding, places, self._decode)
 
     def chosen(self) -> list[int]:
-        """Return the last token that was chosen in each slot, NO_TOKEN for none. Waits for the device."""
-        return self._chosen.tolist()
+        """Return the last token that was chosen in each slot, NO_TOKEN for none. Waits for the device.
+
+        With drafts, a number and tokens follow for each slot, see `RunningDrafts.read`.
+        """
+        if self.drafts is None:
+            return self._chosen.tolist()
+        return torch.cat((self._chosen, self.drafts.read.flatten())).tolist()
+
+    def new_tokens(self, slots: Slots, chosen: Sequence[int]) -> list[list[int]]:
+        """Return the new tokens of each slot, from the numbers of `chosen`."""
+        if self.drafts is None:
+            return [[token] for token in chosen]
+        count, width, new = len(slots), self.drafts.width + 1, []
+        for slot, progress in enumerate(slots):
+            if progress is not None and progress in self._verified:
+                number, *tokens = chosen[count + slot * width : count + (slot + 1) * width]
+                new.append(self.drafts.finish(progress, number, tokens))
+            else:
+                new.append([chosen[slot]])
+        self._verified = set()
+        return new
 
     def _choose(self, logits: Tensor, likeliest: Tensor, served: list[Progress], places: Tensor, part: Part) -> None:
         """Set the chosen token of each of `served`, in slots `places`: logits `[N, vocab]`, likeliest tokens `[N]`."""
@@ -216,16 +277,6 @@ class RunningModel:
             (numbers,) = part.floats.send([number for progress in served for number in progress.sampling.draw()])
             likeliest = choose_tokens(logits, numbers.view(-1, COLUMNS), likeliest)
         self._chosen.index_copy_(0, places, likeliest)
-
-
-def _passed_over(module: nn.Module) -> str:
-    """Return what a caller has added to the call of `module` and a running batch would not run, or ""."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "forward hooks"
-    forward: Any = vars(module).get("forward")
-    compiled: Any = getattr(forward, "_torchdynamo_orig_callable", forward)  # torch.compile(model.forward)
-    replaced = forward is not None and getattr(compiled, "__func__", None) is not type(module).forward
-    return "a forward of its own" if replaced else ""
 
 
 def _run(part: Part, slots: Slots, tokens: Mapping[Progress, list[int]], *places: list[int]) -> tuple[Any, Any]:

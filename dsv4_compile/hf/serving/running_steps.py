@@ -24,15 +24,31 @@ class _Tokens(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.model = model
 
-    def layers(self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]) -> Tensor:
-        """Return hidden states `[T, hidden]` of `input_ids` `[T]`."""
+    def layers(
+        self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache], **options: Any
+    ) -> Any:
+        """Return hidden states `[T, hidden]` of `input_ids` `[T]`, and taps if `options` ask for them."""
         stack = self.model.model
         # The state names all that layers depend on, and is guarded.
         repeated = torch.compiler.is_dynamo_compiling() and marks_are_written_out() and stack.dsv4_state
         repeats = stack.dsv4_repeats if repeated else ()
         shared = tensors_of_step(metadata) if repeats else ()
-        hidden: Tensor = stack.run_layers(input_ids[None], metadata, caches, repeats, shared)[0]
-        return hidden
+        result = stack.run_layers(input_ids[None], metadata, caches, repeats, shared, **options)
+        return (result[0][0], result[1]) if options else result[0]
+
+
+class TappedTokens(_Tokens):
+    """Tokens of any requests, with what the model's drafts read of its layers."""
+
+    def tapped(
+        self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]
+    ) -> tuple[Tensor, ...]:
+        """Return hidden states `[T, hidden]`, and taps `[T, ...]` if the drafts have any."""
+        taps = self.model.dsv4_drafts.taps
+        if taps is None:
+            return (self.layers(input_ids, metadata, caches),)
+        hidden, tapped = self.layers(input_ids, metadata, caches, taps=taps)
+        return hidden, tapped
 
 
 def with_repeated(step: StepFunction, model: Any, caches: Sequence[LayerCache]) -> StepFunction:
@@ -63,7 +79,17 @@ class PrefillTokens(_Tokens):
     """Prompt tokens of any requests: hidden states `[T, hidden]`, since few rows need logits."""
 
     def forward(self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]) -> Tensor:
-        return self.layers(input_ids, metadata, caches)
+        hidden: Tensor = self.layers(input_ids, metadata, caches)
+        return hidden
+
+
+class TappedPrefill(TappedTokens):
+    """`PrefillTokens` of a model with drafts: hidden states, and what the drafts read."""
+
+    def forward(
+        self, input_ids: Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]
+    ) -> tuple[Tensor, ...]:
+        return self.tapped(input_ids, metadata, caches)
 
 
 class Staged:
@@ -105,7 +131,7 @@ class Part:
             for size in self.buckets.sizes
         }
         device = buffers.tensors["seq_lens"].device
-        numbers = buffers.max_num_batched_tokens + 4 * buffers.max_num_seqs + 1
+        numbers = 2 * buffers.max_num_batched_tokens + 4 * buffers.max_num_seqs + 1
         self.ints = Staged(numbers, torch.int64, device)
         self.floats = Staged(buffers.max_num_seqs * COLUMNS, torch.float64, device)
 

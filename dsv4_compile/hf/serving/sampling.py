@@ -62,11 +62,16 @@ class RequestSampling:
         """Whether the largest logit is chosen."""
         return self.temperature < LEAST_TEMPERATURE
 
-    def draw(self) -> tuple[float, ...]:
-        """Return the numbers of the next token, as `choose_tokens` takes them."""
+    def numbers(self) -> tuple[float, ...]:
+        """Return temperature, top-k, top-p and 0, as `accept_drafts` takes them."""
         if self.greedy:
             return 0.0, 0.0, 1.0, 0.0
-        return self.temperature, float(min(self.top_k, _MOST_KEPT)), self.top_p, self._random.random()
+        return self.temperature, float(min(self.top_k, _MOST_KEPT)), self.top_p, 0.0
+
+    def draw(self) -> tuple[float, ...]:
+        """Return the numbers of the next token, as `choose_tokens` takes them."""
+        numbers = self.numbers()
+        return numbers if self.greedy else (*numbers[:3], self._random.random())
 
 
 def choose_tokens(logits: Tensor, numbers: Tensor, likeliest: Tensor | None = None) -> Tensor:
