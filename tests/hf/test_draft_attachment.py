@@ -151,5 +151,13 @@ def test_drafts_of_another_model_are_refused_and_nothing_changes() -> None:
 
 def test_a_cast_casts_the_drafts_too(dspark: Any) -> None:
     model = copy.deepcopy(dspark)
+    taps = taps_of(model, 20)
+    model.double().float()
+    inject(model, taps, 0, 0)
+    want = formulas(model)
+    close(propose(model, [3], [20])[1][0, 0], want.markov(want.dspark(taps, 3, NOISE, N)[1][:1], [3])[0])
     model.to(torch.bfloat16)
     assert {parameter.dtype for parameter in model.dsv4_drafts.parameters()} == {torch.bfloat16}
+    model.to("meta")
+    with pytest.raises(DSV4Error, match="E208"):
+        inject(model, taps, 0, 0)

@@ -174,12 +174,6 @@ class DraftModel(nn.Module):
         fix = "hf.convert(model, drafts=drafts)"
         check(self.target is not None, "E208", got="a call of draft layers without a target", fix=fix)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> DraftModel:
-        super()._apply(fn, recurse)
-        if self.target is not None:
-            self.adopt()
-        return self
-
     def _begin(self, caches: DraftCaches | None) -> DraftCaches:
         """Return the caches of a call, whose weights are compared unless it is traced."""
         if not torch.compiler.is_compiling():
