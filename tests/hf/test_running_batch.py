@@ -122,8 +122,10 @@ def test_a_short_cache_takes_as_many_tokens_in_a_step_as_it_holds(original: Any,
 
 
 @pytest.mark.parametrize("backend", [None, "dsv4"])
-def test_a_chunk_of_more_tokens_than_a_sequence_may_have(backend: str | None, original: Any, converted: Any) -> None:
+def test_a_chunk_of_more_tokens_than_a_sequence_may_have(backend: str | None) -> None:
     """It takes several prompts at once, up to the longest that fit their slots."""
+    original = tiny_model(num_hidden_layers=1, layer_types=LAYERS["layer_types"][:1])
+    converted = hf.convert(copy.deepcopy(original), max_batch_size=1, max_seq_len=256)
     batch = hf.RunningBatch(converted, slots=3, prefill_chunk=100_000, backend=backend, options=backend and CALLS)
     assert batch.prefill_chunk == 3 * 256
     poison(batch)
