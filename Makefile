@@ -79,10 +79,6 @@ storm: install  ## 2,000 requests, hostile ones among them, through one running 
 hostile: install  ## 1,560 odd values in config.json and 240 damaged folders, each loaded and examined: minutes
 	OMP_NUM_THREADS=1 DSV4_HOSTILE=all $(BIN)/python -m pytest -q tests/hf/test_hostile.py $(ARGS)
 
-.PHONY: cases
-cases: install  ## every combination of parameters of interpreted kernels, of which make test has every value: minutes
-	OMP_NUM_THREADS=1 DSV4_CASES=all $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m interpreted tests/kernels $(ARGS)
-
 .PHONY: mutate
 mutate: install $(MUTATE_STAMP)  ## change the source in 120 places, one at a time, and record which changes no test notices: an hour
 	$(MUTATE_VENV)/bin/python tests/tools/mutate.py --python $(abspath $(BIN)/python) --jobs $(JOBS) $(ARGS)

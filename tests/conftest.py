@@ -9,7 +9,6 @@ import os
 import random
 import sys
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +23,6 @@ from dsv4_compile.cpu import native
 from dsv4_compile.testing import poisoned_empty
 from tests.gemm_orders import by_size
 from tests.quick_compiler import COMPILER, quicken_if_imported
-from tests.support.covering import covering
 
 if not torch.cuda.is_available():
     collect_ignore = ["gpu"]
@@ -115,19 +113,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{count} kernels were compiled that are not recorded: make kernels records them")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sample the cases of interpreted kernels, and begin with the files that take longest.
-
-    A process that takes up a long file last is waited for alone.
-    """
-    if os.environ.get("DSV4_CASES") != "all":
-        cases = defaultdict(list)
-        for item in items:
-            if item.get_closest_marker("interpreted"):
-                cases[item.nodeid.partition("[")[0]].append(item)
-        left = {item for test in cases.values() for item in set(test) - covering(test)}
-        config.hook.pytest_deselected(items=list(left))
-        items[:] = [item for item in items if item not in left]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: a process that takes one up last is waited for alone."""
     places = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
