@@ -7,7 +7,7 @@ from torch import Tensor
 from ...cpu.preprocess import fused_q_kv_rmsnorm as cpu
 from ...reference.preprocess import fused_q_kv_rmsnorm as reference
 from ...selection.costs import CostModel
-from ..common.define import define
+from ..common.define import Traced, define
 from ..common.validate import FLOATS, expect, expect_dim
 
 
@@ -35,7 +35,7 @@ fused_q_kv_rmsnorm = define(
     fake=_fake,
     check=check_norms,
     kernel="dsv4_compile.kernels.preprocess.fused_q_kv_rmsnorm",
-    lowering="dsv4_compile.lowering.preprocess.fused_q_kv_rmsnorm",
+    lowering=Traced(static=("qr", "kv")),
     cost=CostModel(
         lambda T, D, Q, e=2: (2 * T * e * (Q + D) + e * (Q + D), 0),
         sizes=lambda call: call.of_rows("kv") | {"Q": call.dims("qr")[-1]},
