@@ -118,6 +118,9 @@ class Bucketed:
 
     def run(self, forward: Callable[..., Any]) -> Any:
         """Run the steps and return the result of the call."""
+        if torch.is_inference_mode_enabled():  # graphs guard it, and warm-up was outside of it
+            with torch.inference_mode(False), torch.no_grad():
+                return self.run(forward)
         parts: list[Tensor] = []
         for step in self._steps:
             token = in_bucket.set(step.captured)
@@ -155,12 +158,18 @@ def _decode(ids: Tensor, mask: Tensor | None, given: dict[str, Any], most: int) 
     rows, sizes = ids.shape[0], request_buckets(most)
     padded = _fit(sizes, rows)
     more = padded - rows
-    ids = ids.long()
-    mask = torch.ones_like(ids) if mask is None else mask.long()
+    ids = _usual(ids)
+    mask = torch.ones_like(ids) if mask is None else _usual(mask)
     if more:
         ids, mask = pad(ids, (0, 0, 0, more)), pad(mask, (0, 0, 0, more))
     tokens = {"input_ids": mark_dynamic_tokens(ids), "attention_mask": mark_dynamic_tokens(mask)}
     return _Step({**tokens, **given}, (rows, 1), True, padded, sizes)
+
+
+def _usual(tensor: Tensor) -> Tensor:
+    """Return an integer tensor as int64, and not made in inference mode, as graphs guard both."""
+    tensor = tensor.long()
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _prompt(
