@@ -71,10 +71,10 @@ class ChainLayer:
         narrow = self.config.q_lora_rank, self.config.head_dim
         return (*narrow, self.width, self.width) if self.ratio > 1 else narrow
 
-    def live(self, each: int) -> int:
-        """Return how many state blocks `each` new tokens of a request read and write."""
+    def live_blocks(self, new_tokens: int) -> int:
+        """Return how many state blocks the new tokens of a request read and write."""
         size = layout.state_block_size(self.ratio)
-        needed = layout.cdiv(layout.overlap_factor(self.ratio) * self.ratio + each, size) + 1
+        needed = layout.cdiv(layout.overlap_factor(self.ratio) * self.ratio + new_tokens, size) + 1
         return min(needed, layout.cdiv(self.context, size))
 
     def inputs(self, tokens: int, seed: int) -> Args:
@@ -102,12 +102,12 @@ class ChainLayer:
             return tuple(first)
         size, block = layout.state_block_size(self.ratio), layout.storage_block_size(self.ratio)
         owners = torch.arange(tokens, device=device) // query_len
-        requests, live = tokens // query_len, self.live(query_len)
-        blocks = max(self.requests * self.live(1), self.live(self.most))
+        requests, live = tokens // query_len, self.live_blocks(query_len)
+        blocks = max(self.requests * self.live_blocks(1), self.live_blocks(self.most))
         table = torch.full((self.requests, layout.cdiv(self.context, size)), layout.PAD_INDEX, device=device)
         table[:requests, -live:] = shuffled(blocks)[: requests * live].view(requests, live)
         closes = (positions + 1) % self.ratio == 0
-        # One more page than that, for tokens that close no group.
+        # Slots for an entry of every token; the cache has one page more.
         entries = layout.cdiv(self.most, block) * block
         compressor = {
             "state": randn(blocks, size, 2 * self.width, dtype=torch.float32),
@@ -161,9 +161,9 @@ class ChainLayer:
         if self.ratio > 1:
             closed = tokens if tokens <= self.requests else tokens // self.ratio
             window = layout.overlap_factor(self.ratio) * self.ratio
-            of = {"T": tokens, "C": closed, "W": window, "D": c.head_dim, "row": row}
+            sizes = {"T": tokens, "C": closed, "W": window, "D": c.head_dim, "row": row}
             moved += costs.of("save_partial_states", T=tokens, width=2 * self.width).bytes
-            moved += costs.of("compress_norm_rope_insert", **of).bytes
+            moved += costs.of("compress_norm_rope_insert", **sizes).bytes
         return costs.Cost(moved, 2 * tokens * (rows * c.hidden_size + heads * c.q_lora_rank))
 
 

@@ -32,7 +32,7 @@ class MetadataBuffers(AtFixedAddresses):
         max_num_batched_tokens, max_num_seqs, max_model_len, window, ratios, window_block_size, engine_slots:
             see `plan_buffers`.
         block_tables: the engine's persistent tables, used in place; None allocates them here. Each has at least
-            `max_num_seqs` rows and covers `max_model_len` tokens, or E403.
+            `max_num_seqs` rows and covers `max_model_len` tokens, else E403.
 
     Every buffer is filled with its pad value at first.
     """

@@ -50,14 +50,14 @@ def pack_rows_kernel(
     outputs,  # list [T * W] and indptr [T + 1], int32, contiguous
     p_rows,  # [T, W] int
     p_counts,  # [T] int32, contiguous
-    p_lens,  # [T] int; None where rows count whole, or not at all
+    p_lens,  # [T] int; None if a row counts in full or is empty
     row_strides,
     len_stride,
     tokens,
     W: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write row p of the list, its start, and as much of the list's tail as the row has room left."""
+    """Write row p of the list and its start, and pad as many elements of the list's tail as the row lacks."""
     p_flat, p_indptr = outputs
     row = tl.program_id(0).to(tl.int64)
     # [COUNTS]

@@ -1,4 +1,4 @@
-"""A cached call gives the bits of its launcher, in other memory than that of the recorded call."""
+"""A cached call gives the bits of its launcher, for arguments at other addresses than the recorded call's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def bits(value: Any) -> list[bytes]:
-    """Every element, padding of strides left out."""
+    """Return the bytes of every element; gaps between strided elements are left out."""
     return [x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in tensors(value)]
 
 

@@ -104,7 +104,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
     is_custom_code: Any = classmethod(_is_custom_code)
 
     def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
-        """Return this model and what allocates a cache for it."""
+        """Return this model and a function that allocates a cache for it."""
         return self, partial(cache_like, self)
 
     def adopt(self) -> None:
@@ -122,7 +122,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
                 self.compare()
                 snapshot = Snapshot(self)
             except BaseException:
-                # In __dict__, where nn.Module does not look at what it is given.
+                # In __dict__, because nn.Module's __setattr__ would examine the value.
                 self.__dict__["dsv4_snapshot"] = None
                 raise
             read = without_rows(snapshot.named)
@@ -139,7 +139,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         return snapshot is not None and snapshot.holds()
 
     def compare(self) -> None:
-        """Do what `adopt` does where something may have changed."""
+        """Check modules and settings, and read replaced weights from where they are now."""
         self.dsv4_settings.check_layers()
         self.dsv4_settings.check()
         for layer in self.layers:
@@ -235,18 +235,18 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
                     tapped[i] = hidden_states
                 continue
             if words:
-                own = [self.dsv4_parameters[name] for name in words[1:] if not name.startswith(SHARED)]
+                layer_tensors = [self.dsv4_parameters[name] for name in words[1:] if not name.startswith(SHARED)]
                 others = [self.dsv4_parameters[name[1:]] for name in words[1:] if name.startswith(SHARED)]
                 read = [input_ids, *shared, *others]
-                hidden_states = begin_layer(hidden_states, own, tensors_of_cache(caches[i]), read, i)
+                hidden_states = begin_layer(hidden_states, layer_tensors, tensors_of_cache(caches[i]), read, i)
             hidden_states = layer(hidden_states, input_ids=input_ids, metadata=metadata, caches=caches, **kwargs)
             if words:
                 hidden_states = end_layer(hidden_states, i)
             if i in wanted:
                 tapped[i] = hidden_states
         head = self.hc_head
-        whole = isinstance(head, CompilableHead)
-        normed: Tensor = head(hidden_states, self.norm) if whole else self.norm(head(hidden_states))
+        takes_norm = isinstance(head, CompilableHead)
+        normed: Tensor = head(hidden_states, self.norm) if takes_norm else self.norm(head(hidden_states))
         return normed if taps is None else (normed, taps.read(tapped))
 
 
@@ -261,7 +261,7 @@ class CompilableForCausalLM(GeneratesWithDrafts, EnteredOnHost, hf.DeepseekV4For
     """Attached `DraftModel`, which is no submodule, or None."""
 
     def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
-        """Return the decoder stack and what allocates a cache for it."""
+        """Return the decoder stack and a function that allocates a cache for it."""
         return self.model.entered_model()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompilableForCausalLM:
@@ -297,7 +297,7 @@ class CompilableForCausalLM(GeneratesWithDrafts, EnteredOnHost, hf.DeepseekV4For
         fail(
             "E208",
             got="transformers' continuous batching",
-            why="it pages keys and values of whole layers, and a converted model has caches of its own",
+            why="it pages keys and values of all layers, and a converted model has its own caches",
             fix="use dsv4_compile.hf.RunningBatch(model, slots=...), or pass a padded batch to generate",
         )
 
@@ -370,7 +370,7 @@ class CompilableForCausalLM(GeneratesWithDrafts, EnteredOnHost, hf.DeepseekV4For
             input_ids = input_ids[:, -next_sequence_length:]
         # Contiguous copies, because a slice of one column has other strides, and graphs guard on strides.
         input_ids = input_ids.clone(memory_format=torch.contiguous_format)
-        # Always a mask: transformers makes one only if there is padding, and None would be another graph.
+        # Always a mask: transformers makes one only if there is padding, and None would need a second graph.
         recent = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
         recent = recent.clone(memory_format=torch.contiguous_format)
         inputs: dict[str, Any] = {

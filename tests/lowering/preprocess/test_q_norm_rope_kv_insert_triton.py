@@ -44,7 +44,7 @@ def test_one_graph_serves_every_number_of_tokens(interpreted: Reports, case: str
 
 @pytest.mark.parametrize("case", [*FUSED, "both_no_token", "normed", "ordered_views"])
 def test_cache_bytes_are_those_of_the_reference(interpreted: Reports, case: str) -> None:
-    # Every byte behind the cache: rows of skipped slots, other pages and page padding keep what they held.
+    # Every byte of the cache's memory: rows of skipped slots, other pages and page padding keep their values.
     assert interpreted[case]["memory"] == []
 
 
