@@ -105,7 +105,7 @@ def check_private(descriptor: int, path: Path) -> None:
     """Raise PermissionError unless the open file `path` is a plain one that nobody else can write."""
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
-        raise PermissionError(f"{path} is no plain file, or has another name too")
+        raise PermissionError(f"{path} is not a regular file, or has a second hard link")
     if why := _why_shared(facts, path):
         raise PermissionError(why)
 
@@ -170,7 +170,7 @@ def _why_shared(facts: os.stat_result, path: Path) -> str:
     if not hasattr(os, "geteuid"):
         return ""
     if facts.st_uid not in _trusted():
-        return f"{path} belongs to user {facts.st_uid}: choose a folder of your own"
+        return f"{path} belongs to user {facts.st_uid}: choose a private folder"
     if stat.S_ISLNK(facts.st_mode) or not facts.st_mode & _OTHERS:
         return ""
     who, change = ("anyone", "go-w") if facts.st_mode & stat.S_IWOTH else (f"group {facts.st_gid}", "g-w")
@@ -181,15 +181,15 @@ def _why_replaceable(child: Path, parent: Path) -> str:
     """Return who else can replace `child`, an entry of the folder `parent`, or ""."""
     facts = parent.stat()
     if facts.st_uid not in _trusted():
-        return f"{parent} belongs to user {facts.st_uid}, who can replace {child.name}: choose a folder of your own"
+        return f"{parent} belongs to user {facts.st_uid}, who can replace {child.name}: choose a private folder"
     if not facts.st_mode & _OTHERS:
         return ""
     who = "anyone" if facts.st_mode & stat.S_IWOTH else f"group {facts.st_gid}"
     if not facts.st_mode & stat.S_ISVTX:
-        return f"{who} can write {parent}, and so replace {child.name}: choose another folder, or chmod +t"
+        return f"{who} can write {parent}, and so replace {child.name}: choose a different folder, or chmod +t"
     # In a sticky folder only the owner of an entry replaces it.
     owner = child.lstat().st_uid if child.exists() or child.is_symlink() else os.geteuid()
-    return "" if owner in _trusted() else f"{child} belongs to user {owner}: choose a folder of your own"
+    return "" if owner in _trusted() else f"{child} belongs to user {owner}: choose a private folder"
 
 
 def _entries(folder: Path) -> Iterator[Path]:

@@ -170,7 +170,7 @@ def _device(name: str) -> Check:
     return Check(
         name,
         f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}",
-        note="" if facts.major == 9 else "not sm_90: correct, but tuned for another GPU",
+        note="" if facts.major == 9 else "not sm_90: correct, but tuned for a different GPU",
     )
 
 

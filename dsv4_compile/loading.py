@@ -134,7 +134,7 @@ def check_scales(scale: Tensor, name: str) -> None:
         good = int(scale.view(torch.uint8).max()) < _NAN
     else:
         good = bool(scale.isfinite().all())
-    check(good, "E207", got=f"{name} with scales that are no numbers", why="weights times NaN are NaN")
+    check(good, "E207", got=f"{name} with scales that are not numbers", why="weights times NaN are NaN")
 
 
 def as_parameter(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:

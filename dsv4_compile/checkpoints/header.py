@@ -103,8 +103,8 @@ def read_header(folder: Path, file: Path) -> tuple[dict[str, Stored], Source | N
     if first == b"version ":
         return {}, None, damaged("a Git LFS pointer instead of weights", fix="git lfs pull in that folder")
     if len(first) < LENGTH or len(text) < length or not length:
-        why = "it is truncated, or another format"
-        return {}, None, damaged(f"{size} bytes, in which no safetensors header fits", why)
+        why = "it is truncated, or has a different format"
+        return {}, None, damaged(f"{size} bytes, too few for a safetensors header", why)
     try:
         header = parse(text, most_values=_VALUES * MOST_TENSORS, most_nested=3 * MOST_TENSORS)
         tensors, end = _tensors(file, header)
@@ -115,7 +115,11 @@ def read_header(folder: Path, file: Path) -> tuple[dict[str, Stored], Source | N
     if data == end:
         return tensors, source, None
     if data > end:
-        return tensors, source, damaged(f"{data - end} bytes after the last tensor", "the header is of another file")
+        return (
+            tensors,
+            source,
+            damaged(f"{data - end} bytes after the last tensor", "the header is of a different file"),
+        )
     cut = next(name for name, stored in tensors.items() if stored.begin + stored.nbytes > data)
     why = f"{cut} is the first tensor that is not whole"
     return tensors, source, damaged(f"truncated, {end - data} of {end + length + LENGTH} bytes are missing", why)

@@ -26,7 +26,7 @@ def read_index(folder: Path) -> dict[str, str]:
         not os.path.lexists(folder / SINGLE),
         "E209",
         got=f"{INDEX} and {SINGLE} in {folder}",
-        why="one of them is left over from another save",
+        why="one of them is left over from an earlier save",
         fix="remove the one that does not belong to config.json",
     )
     weights = read_json(folder, folder / INDEX, most_bytes=MOST_INDEX).get("weight_map")

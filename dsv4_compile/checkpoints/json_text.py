@@ -80,7 +80,7 @@ def _real(digits: str) -> float:
 
 
 def _constant(name: str) -> Any:
-    raise ValueError(f"{name}, which is no JSON")
+    raise ValueError(f"{name}, which is not JSON")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

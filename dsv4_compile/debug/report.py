@@ -91,13 +91,13 @@ def save(path: str | Path, renderers: Mapping[str, Callable[[], str]]) -> Path:
 def read_json(kind: type[Any], text: str, schema: str) -> Any:
     """Return the dataclass `kind` that was written as JSON with "schema".
 
-    Raises E201 for any other schema, for text that is no JSON, and for values of other types than the fields.
+    Raises E201 for any other schema, for text that is not JSON, and for values of other types than the fields.
     """
     try:
         data = json.loads(text, parse_constant=_not_finite)
     except (ValueError, RecursionError) as fault:
         why = "" if isinstance(fault, RecursionError) else str(fault)
-        raise error("E201", got="text that is no JSON", why=why, rule=f"a report has schema {schema!r}") from None
+        raise error("E201", got="text that is not JSON", why=why, rule=f"a report has schema {schema!r}") from None
     got = data.get("schema") if isinstance(data, dict) else type(data).__name__
     check(got == schema, "E201", got=f"schema {str(got)[:_SHOWN]!r}", rule=f"a report has schema {schema!r}")
     return _build(kind, data, "the report")
@@ -143,7 +143,7 @@ def _expect(holds: bool, value: Any, what: str, where: str) -> None:
 
 
 def _not_finite(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def assemble(

@@ -171,7 +171,7 @@ def _check_archive(path: Path) -> None:
     except DSV4Error:
         raise
     except Exception as fault:
-        _refuse(f"{path.name}, which is no archive of torch.save", fault)
+        _refuse(f"{path.name}, which is not an archive of torch.save", fault)
 
 
 def _count(tree: Any, name: str) -> int:

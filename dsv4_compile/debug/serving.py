@@ -30,7 +30,7 @@ from ..runtime.standin import StandInGraphs
 from .places import Place, function_name
 from .recompiles import explain_guard, split_reason
 
-_EARLY = "built beside the compilation of its graph"
+_EARLY = "built during the compilation of its graph"
 TRACE = "torch.__trace"
 """Logger of torch's structured log."""
 

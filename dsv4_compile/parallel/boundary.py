@@ -70,7 +70,7 @@ def check_arrived(groups: frozenset[str]) -> None:
             fail(
                 "E705",
                 got=f"rank {late - 1} of group {name} did not come to an all-reduce of rank {exchange.rank}",
-                why="it has ended, or has run another step; what this rank has computed since then is not valid",
+                why="it has ended, or has run a different step; what this rank has computed since then is not valid",
                 fix="look at the output of that rank, and start all ranks again",
             )
 

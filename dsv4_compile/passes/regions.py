@@ -135,7 +135,7 @@ def _written(graph: Graph, region_of: Mapping[Node, int]) -> dict[Node, Node]:
         target: Any = node.args[0]
         value: Any = node.args[1]
         if target.op != "placeholder":
-            raise NotSplit(f"{node.name} writes into {target.name}, which is no input")
+            raise NotSplit(f"{node.name} writes into {target.name}, which is not an input")
         if value in region_of:
             written[value] = target
         storages[storage_identity(target.meta["val"])] = node

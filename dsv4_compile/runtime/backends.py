@@ -47,7 +47,7 @@ def graphs_for(device: torch.device, kind: str = "auto", standin: str = 'graphs_
         device.type == "cuda",
         "E420",
         got=f"CUDA graphs on {device}",
-        why="a CPU has no graphs to capture, and nothing else is used in silence",
+        why="a CPU has no graphs to capture, and there is no silent fallback",
         fix=f"run on a GPU, or without graphs; in tests on a CPU ask for the stand-in: {standin}",
     )
     return CudaGraphs(device)

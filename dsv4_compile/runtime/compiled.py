@@ -261,8 +261,8 @@ class CapturedGraph:
             self._warn("grad", "a graph called with gradients enabled; wrap the call in torch.no_grad()")
             return None
         if len(self._lost) >= _MAX_LOST:
-            got = f"a graph that has {', '.join(sorted(set(self._lost)))} by address, another tensor at every call"
-            self._warn("lost", got, "keep one tensor and copy_ into it, or let the graph write to a tensor of its own")
+            got = f"a graph that has {', '.join(sorted(set(self._lost)))} by address, a different tensor in every call"
+            self._warn("lost", got, "keep one tensor and copy_ into it, or let the graph write to a separate tensor")
         if sum(map(len, self._entries.values())) >= self._policy.max_captures:
             self._warn("full", f"another shape after dsv4.cudagraph.max_captures={self._policy.max_captures}")
             return None

@@ -173,7 +173,7 @@ class Recorder(TransparentMode):
                 tensor.untyped_storage().data_ptr() in seen,
                 "E422",
                 got=f"{self.what}: an output of shape {tuple(tensor.shape)} that no recorded op made",
-                why="C++ code of another backend does not pass through torch's dispatcher",
+                why="C++ code of a different backend does not pass through torch's dispatcher",
                 fix='on a CPU compile the step with backend="dsv4" or "eager", or leave it uncompiled',
             )
 

@@ -127,7 +127,7 @@ class StepInputs(dict[str, Tensor]):
                 not shared,
                 "E201",
                 got=f"{name} in memory of {', '.join(shared)}",
-                rule="an input has rows of its own, which are zeroed after the batch",
+                rule="an input has separate rows, which are zeroed after the batch",
                 fix="allocate it separately",
             )
 

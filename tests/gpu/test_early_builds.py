@@ -119,7 +119,7 @@ def measure(layers: int, experts: int, wanted: str, device: torch.device) -> dic
         row: dict[str, Any] = {"first_prompt_s": seconds(1), "first_steps_s": seconds(STEPS)}
     took = {"compile_s": 0.0, "kernel_s": 0.0}
     for entry in log:
-        if entry.kind != "kernel" or "beside" not in entry.cause:
+        if entry.kind != "kernel" or "during" not in entry.cause:
             took[f"{entry.kind}_s"] = took.get(f"{entry.kind}_s", 0.0) + (entry.seconds or 0.0)
     row |= {name: round(value, 1) for name, value in took.items()}
     row["early"] = sum(not build.error for build in built)
@@ -158,7 +158,7 @@ def report(say: Callable[[str], Any], arguments: Sequence[str]) -> int:
         inside = in_graphs(row)
         say(f"early builds {wanted}: first prompt {row['first_prompt_s']} s, first steps {row['first_steps_s']} s")
         say(f"  torch.compile {row['compile_s']} s, builds in first calls {row['kernel_s']} s")
-        say(f"  {row['early']} kernels built early, {row['early_s']} s of builds beside the compilation")
+        say(f"  {row['early']} kernels built early, {row['early_s']} s of builds during the compilation")
         say(f"  {len(inside)} built at a graph's first call, {len(row['late']) - len(inside)} {OTHER}")
         for line in row["failed"]:
             say(f"  not built early: {line}")

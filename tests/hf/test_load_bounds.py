@@ -202,14 +202,14 @@ def test_scales_of_nan_are_named(
     good: Path, tmp_path: Path, name: str, store: Callable[[Tensor], Tensor], options: dict[str, Any]
 ) -> None:
     fault = refused(official.changed(good, tmp_path / "nan", nan_scale(name, store)), **options)
-    assert fault.code == "E207" and f"{name} of model.safetensors with scales that are no numbers" in str(fault)
+    assert fault.code == "E207" and f"{name} of model.safetensors with scales that are not numbers" in str(fault)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["fp8", "dequantised"])
 def test_an_attention_layer_takes_no_scales_of_nan(good: Path, tmp_path: Path, dtype: Any) -> None:
     folder = official.changed(good, tmp_path / "nan", nan_scale(f"{PREFIX}wo_b.scale"))
     new = DeepseekV4Attention(DeepseekV4Config.from_hf(good), 1, fp8=dtype is None, max_seq_len=64)
-    with pytest.raises(DSV4Error, match=r"E207[\s\S]*wo_b\.scale with scales that are no numbers"):
+    with pytest.raises(DSV4Error, match=r"E207[\s\S]*wo_b\.scale with scales that are not numbers"):
         load_attention_from_safetensors(new, folder, prefix=PREFIX)
 
 

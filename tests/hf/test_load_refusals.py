@@ -115,7 +115,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "index-without-map": (edit_json(INDEX, lambda i: i.pop("weight_map")), "without a weight_map"),
     "index-not-json": (lambda f: (f / INDEX).write_text("{"), f"{INDEX} is not JSON"),
-    "index-and-single": (lambda f: (f / "model.safetensors").write_bytes(b""), "left over from another save"),
+    "index-and-single": (lambda f: (f / "model.safetensors").write_bytes(b""), "left over from an earlier save"),
     "config-not-json": (lambda f: (f / "config.json").write_text("<html>"), "config.json is not JSON"),
     "no-weights": (lambda f: [file.unlink() for file in (*official.files(f), f / INDEX)], "no .safetensors in"),
     "generation-config": (lambda f: (f / "generation_config.json").write_text("["), "generation_config.json"),
@@ -252,7 +252,7 @@ def test_paths_that_are_no_folder_say_what_to_pass(good: Path, tmp_path: Path) -
         good / "config.json": rf"a file[\s\S]*pass its folder, {good}",
         tmp_path / "nested": r"no config.json[\s\S]*nested/snapshots/0a1b",
         tmp_path / "several": r"several/a, \S+/b, \S+/c(?![\s\S]*several/d)",
-        tmp_path / "adapter": "adapters alone are no model",
+        tmp_path / "adapter": "adapters alone are not a model",
     }.items():
         fault = refused(path)
         assert fault.code == "E209"

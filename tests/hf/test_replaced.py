@@ -113,7 +113,7 @@ def test_an_embedding_without_a_weight_is_refused(original: Any, when: str) -> N
 @pytest.mark.parametrize("path", ["model", "model.layers.1.self_attn", "model.layers.0.self_attn"])
 def test_a_forward_that_calls_the_replaced_one_is_refused(original: Any, path: str, attention_only: bool) -> None:
     model = changed(copy.deepcopy(original), forward_of(path))
-    with pytest.raises(ValueError, match=r"E208[\s\S]*with a forward of its own"):
+    with pytest.raises(ValueError, match=r"E208[\s\S]*with a replaced forward"):
         converted(model, attention_only)
     after = changed(converted(copy.deepcopy(original), attention_only), forward_of(path))
     ids = random_ids(1, 20)

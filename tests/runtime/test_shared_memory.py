@@ -303,5 +303,5 @@ def test_memory_that_is_new_at_every_call_is_reported() -> None:
             step(torch.zeros(3, 4))
     assert counts == Counts(captures=0, replays=0, compiled=20)
     assert [str(w.message).split("\n")[2] for w in caught if w.category is DSV4Warning] == [
-        "  got   a graph that has l_x_ by address, another tensor at every call"
+        "  got   a graph that has l_x_ by address, a different tensor in every call"
     ]

@@ -48,7 +48,7 @@ def find_compiler() -> list[str]:
         raise Unusable(f"no C++ compiler: none of {', '.join(_COMPILERS)} is on PATH, and CXX is not set")
     program = None if words[0].startswith("-") else _which(words[0])
     if program is None:
-        raise Unusable(f"no C++ compiler: CXX names {words[0]!r}, which is no program on PATH")
+        raise Unusable(f"no C++ compiler: CXX names {words[0]!r}, which is not a program on PATH")
     return [os.path.abspath(program), *words[1:]]  # it runs in a different folder
 
 
@@ -96,7 +96,7 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         check_private(descriptor, path)
         if not path.stem.endswith(f"-{_digest(descriptor)}"):
-            raise OSError(f"{path} has another content than when it was built")
+            raise OSError(f"{path} has changed since it was built")
         content = Path(f"/proc/self/fd/{descriptor}")
         loaded = ctypes.CDLL(str(content if content.exists() else path))
     except BaseException:

@@ -186,7 +186,7 @@ def _folder(path: str | Path) -> Path:
         )
         candidates = ", ".join(map(str, nested[:3]))
         fix = f"pass the folder that holds it: {candidates}" if nested else "pass the folder of a whole checkpoint"
-        why = "adapters alone are no model" if os.path.isfile(folder / "adapter_config.json") else ""
+        why = "adapters alone are not a model" if os.path.isfile(folder / "adapter_config.json") else ""
         raise error("E209", got=f"no config.json in {folder}", why=why, fix=fix)
     if os.path.isfile(folder):
         raise error("E209", got=f"{folder}, a file", fix=f"pass its folder, {folder.parent}")

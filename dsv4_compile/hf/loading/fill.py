@@ -327,7 +327,7 @@ class _Work:
             between = time.perf_counter()
             check_scales(scale, str(piece.scale))
             weight = dequantize_expert(value.to(self._device), scale.to(self._device))[piece.kept]
-            check(weight.shape == destination.shape, "E207", got=f"{piece.stored} of another shape than its place")
+            check(weight.shape == destination.shape, "E207", got=f"{piece.stored} of a wrong shape")
             destination.copy_(weight)
             after = time.perf_counter()
         for file in files:

@@ -188,7 +188,7 @@ def _device(device: torch.device | str | None) -> torch.device:
         got=f"device={str(found)!r}",
         rule="weights are loaded onto a device that this process sees",
         why=f"torch sees {count} CUDA devices",
-        fix="pass another device; without a GPU, device='cpu'",
+        fix="pass a different device; without a GPU, device='cpu'",
     )
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
@@ -216,7 +216,7 @@ def check_memory(folder: Path, device: torch.device, weights: int, caches: int) 
         free is None or weights + caches <= free,
         "E210",
         got=f"{needed} for {(free or 0) / _GIGA:.2f} GB free on {device}",
-        why="activations need memory beside them",
+        why="activations need memory, too",
         fix=f"dsv4 doctor {folder} lists GPUs that hold it; smaller max_batch_size or max_seq_len need fewer caches",
     )
 

@@ -94,7 +94,7 @@ def _folded(module: Any, name: str, held: dict[int, list[str]]) -> nn.Module:
     """Return the module that stands for `module` with its adapters."""
     for submodule in module.modules():
         if submodule._forward_hooks or submodule._forward_pre_hooks or "forward" in vars(submodule):
-            _refuse(name, module, f"has a {type(submodule).__name__} with forward hooks or a forward of its own")
+            _refuse(name, module, f"has a {type(submodule).__name__} with forward hooks or a replaced forward")
     if "modules_to_save" in module._modules:
         known, active = module.modules_to_save, list(module.active_adapters)
         chosen = known[active[0]] if active and not module.disable_adapters and active[0] in known else None

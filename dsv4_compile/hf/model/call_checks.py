@@ -96,7 +96,7 @@ class Entry:
             fail(
                 "E208",
                 got="a further kind of call than torch.compile keeps graphs for, with fullgraph=True",
-                why="arguments that differ, and one row or column in place of several, are graphs of their own",
+                why="different arguments, and one row or column in place of several, need separate graphs",
                 fix="compile with model.compile(...), where torch 2.13 allows 64; or raise "
                 "torch._dynamo.config.recompile_limit, in each thread, before the first call",
             )

@@ -314,7 +314,7 @@ def _check_place(place: Place) -> None:
     if not forward.startswith(("torch.", "transformers.")):
         _refuse_value(f"{name} with a forward from {forward}", "the class was patched", around)
     if type(place.module) in _FORWARD_REPLACED and "forward" in vars(place.module):
-        _refuse_value(f"{name} with a forward of its own", "it would call the one that convert replaces", False)
+        _refuse_value(f"{name} with a replaced forward", "it would call the one that convert replaces", False)
     for attribute, wanted in place.part.values.items():
         value = getattr(place.module, attribute, wanted)
         if isinstance(wanted, Activation):
@@ -347,7 +347,7 @@ def _check_shared_expert(where: str, moe: Any) -> None:
 def _refuse_class(name: str, module: Any, *classes: type, around: bool = False) -> NoReturn:
     got = f"{name}, a {type(module).__name__}" if module is not None else f"{name}, which is missing"
     expected = " or ".join(kind.__name__ for kind in classes)
-    _refuse_value(got, f"ops stand for the forward of {expected}, and would not run another one", around)
+    _refuse_value(got, f"ops stand for the forward of {expected}, and would not run a different one", around)
 
 
 def _refuse_value(got: str, why: str, around: bool) -> NoReturn:

@@ -194,7 +194,7 @@ class ReadParts:
                 not moe.is_hash or moe.gate.tid2eid.shape[0] >= tokens,
                 "E208",
                 got=f"an embedding of {tokens} tokens",
-                why="the table of a hash router has fewer, and tokens beyond it would get experts of another token",
+                why="the table of a hash router has fewer, and tokens beyond it would get experts of a different token",
                 fix="extend mlp.gate.tid2eid of hash-routed layers, or convert with attention_only=True",
             )
 
