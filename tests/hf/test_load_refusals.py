@@ -87,7 +87,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
         edit_bytes(lambda data: data[:-100]),
         rf"{SHARD}: truncated, 100 of \d+[\s\S]*layers\.\S+ is the first",
     ),
-    "truncated-header": (edit_bytes(lambda data: data[:40]), rf"{SHARD}: 40 bytes, in which no safetensors header"),
+    "truncated-header": (edit_bytes(lambda data: data[:40]), rf"{SHARD}: 40 bytes, too few for a safetensors header"),
     "empty": (edit_bytes(lambda data: b""), rf"{SHARD}: 0 bytes"),
     "longer": (edit_bytes(lambda data: data + b"xx"), rf"{SHARD}: 2 bytes after the last tensor"),
     "no-header": (edit_bytes(lambda data: data[:8] + b"\0" * (len(data) - 8)), rf"{SHARD}: a damaged header"),
