@@ -41,11 +41,16 @@ def replace(path: Path, text: str, *, private: bool = False) -> None:
 
     A private file is not written by others, whatever this process's umask.
     """
+    replace_bytes(path, f"{text}\n".encode(), private=private)
+
+
+def replace_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Replace the file at `path` with `content`, as `replace` does."""
     new = path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}-{threading.get_ident()}.new")
     mode = stat.S_IRUSR | stat.S_IWUSR if private else stat.S_IRUSR | stat.S_IWUSR | _READERS | _OTHERS
     try:
-        with open(new, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | AS_IT_IS, mode)) as file:
-            file.write(f"{text}\n")
+        with open(new, "wb", opener=lambda name, flags: os.open(name, flags | AS_IT_IS, mode)) as file:
+            file.write(content)
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)

@@ -72,7 +72,7 @@ def _compile(
     from .lowering import registry
     from .passes import ChooseImplementations, Regional
     from .passes.lent import lent_to_inductor
-    from .runtime import early_builds
+    from .runtime import compiled_in_use, early_builds
     from .runtime.backends import Capturing
     from .runtime.start_times import spending
 
@@ -96,8 +96,12 @@ def _compile(
     capturing = Capturing.plan(parsed, gm, devices)
     patches |= capturing.inductor
     caching: Any = nullcontext()
+    compiled_in_use.note_options(mode, options)
+    missing = compiled_in_use.watched(compile_fx_inner, mode, options)
+    if missing is not None:
+        kwargs = {"inner_compile": missing, **kwargs}
     if parsed.regions != "off" and not any(patches.get(name) for name in _WHOLE):
-        kwargs = {"inner_compile": Regional(compile_fx_inner, parsed.regions).compile, **kwargs}
+        kwargs = {**kwargs, "inner_compile": Regional(missing or compile_fx_inner, parsed.regions).compile}
         # Else torch caches what it has cached by a key of Inductor's own: no graph of several kinds.
         caching = functorch_config.patch(bundled_autograd_cache=True)
     building = early_builds.for_graph(parsed.early_builds, devices)

@@ -71,6 +71,11 @@ def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         from .bench.command import run
 
         return run(args)
+    if args.command == "build":
+        from .hf.build import build
+
+        print(f"{args.out}: digest {build(args)}")
+        return 0
     return _demo(rest)
 
 
@@ -146,6 +151,28 @@ def _parser(targets: Sequence[str] | None = None) -> argparse.ArgumentParser:
         help="let dsv4.impl=auto choose between IR and kernels by these measurements; without a scenario, measure all "
         "ops that have both",
     )
+
+    build = commands.add_parser(
+        "build",
+        help="compile a checkpoint's model into a folder that other machines start from",
+        description="Load the model, compile its graphs and kernels, and write them with versions and hashes to a "
+        "folder for hf.load(FOLDER, compiled=...). The folder is code: pass its digest on with it.",
+    )
+    build.add_argument("folder", help="folder of the checkpoint")
+    build.add_argument("--out", required=True, metavar="FOLDER", help="compiled folder to write")
+    for name, required in (("max-batch-size", True), ("max-seq-len", True), ("max-step-tokens", False)):
+        build.add_argument(f"--{name}", type=int, required=required, metavar="N", help="see hf.load")
+    build.add_argument("--device", help="default: the GPU, if there is one")
+    build.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="see hf.load")
+    for name in ("dequantize", "hadamard"):
+        build.add_argument(f"--{name}", action="store_true", help="see hf.load")
+    for name in ("kv-cache-dtype", "indexer-cache-dtype"):
+        build.add_argument(f"--{name}", default="auto", help="see hf.load")
+    build.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of model.compile, repeatable"
+    )
+    build.add_argument("--batches", metavar="N,N", help="compile for these batch sizes alone (default: for all)")
+    build.add_argument("--prompts", metavar="N,N", help="compile for prompts of these lengths alone (default: for all)")
 
     commands.add_parser(
         "demo", add_help=False, help="compile a small model here and compare it with eager (see --help)"

@@ -185,6 +185,16 @@ CODES: dict[str, Code] = {
         "objects with caches, slots or captured graphs are used in the process that made them, and never copied",
         "make another object of the same arguments, or submit the request again",
     ),
+    "E501": Code(
+        "compiled folder is damaged",
+        "a compiled folder has the files of its manifest, each with its hash, and no others",
+        "build it again with `dsv4 build` or hf.save_compiled",
+    ),
+    "E502": Code(
+        "compiled folder is for something else",
+        "a compiled folder is used with the versions, machine, model, sizes and options that it was built for",
+        "build it again here, or let the model compile: compiled_required=False",
+    ),
     "E701": Code(
         "model cannot be split over these ranks",
         "ranks, on a mesh of one dim, have equal numbers of heads, output groups, experts and blocks",
@@ -292,6 +302,10 @@ class GraphError(DSV4Error, RuntimeError):
     """E4xx: a misuse of persistent buffers, or of capture and replay of a graph."""
 
 
+class CacheError(DSV4Error, RuntimeError):
+    """E5xx: a folder of compiled code that is damaged, or made for something else."""
+
+
 class RankError(DSV4Error, RuntimeError):
     """E7xx: ranks of a split model that do not fit it, that differ, or that have ended."""
 
@@ -309,6 +323,7 @@ _CLASSES: dict[str, type[DSV4Error]] = {
     "2": InputError,
     "3": CompileError,
     "4": GraphError,
+    "5": CacheError,
     "7": RankError,
     "8": EngineError,
 }

@@ -10,6 +10,7 @@ with needs("hf", "dsv4_compile.hf"):
 
     from .loading.load import load
     from .model.cache import PagedCache
+    from .model.compiled_model import save_compiled, use_compiled
     from .model.convert import convert, new_cache, revert
     from .model.draft_kinds import DSparkDrafts, MtpDrafts
     from .model.draft_model import DraftModel
@@ -34,7 +35,9 @@ __all__ = [
     "new_cache",
     "register_experts",
     "revert",
+    "save_compiled",
     "unchanged",
+    "use_compiled",
     "warm_up",
 ]
 

@@ -1,4 +1,4 @@
-"""Temporary Inductor patches: a C++ name for UE8M0, short op descriptions in errors."""
+"""Temporary Inductor patches: a C++ name for UE8M0, short op descriptions in errors, no headers for loaded graphs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,31 @@ def lent_to_inductor() -> Iterator[None]:
     """Let Inductor name UE8M0 scales in C++, and write the arguments of an op in short; hold `compile_lock`.
 
     torch lacks the name up to 2.13. Inductor writes arguments into errors, and torch up to 2.11 for each op of other
-    libraries. The text of nested IR that is not realized yet doubles with each step and can take hours.
+    libraries. The text of nested IR that is not realized yet doubles with each step and can take hours. For graphs from
+    its cache torch precompiles the headers of C++ that is compiled already, ten seconds on a new machine.
     """
-    from .._compat import DTYPE_TO_CPP, OperatorIssue
+    from .._compat import DTYPE_TO_CPP, OperatorIssue, codecache, output_code
 
     missing = torch.float8_e8m0fnu not in DTYPE_TO_CPP
     if missing:
         DTYPE_TO_CPP[torch.float8_e8m0fnu] = "at::Float8_e8m0fnu"
     written = OperatorIssue.__dict__["operator_str"]
     OperatorIssue.operator_str = staticmethod(operator_text)
+    graph, precompile = output_code.CompiledFxGraph, codecache._precompile_header
+    load = graph.after_deserialization
+
+    def load_without_headers(self: Any, constants: Any) -> Any:
+        codecache._precompile_header = lambda *_, **__: None  # C++ that is missing is compiled without
+        try:
+            return load(self, constants)
+        finally:
+            codecache._precompile_header = precompile
+
+    graph.after_deserialization = load_without_headers
     try:
         yield
     finally:
+        graph.after_deserialization = load
         OperatorIssue.operator_str = written
         if missing:
             del DTYPE_TO_CPP[torch.float8_e8m0fnu]

@@ -22,6 +22,8 @@ from .._compat import triton_version
 
 _log = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 20
+_used: set[Path] = set()
+"""Files that results of this process came from."""
 _unsaved: dict[Path, dict[str, str]] = {}
 """Results that could not be written, by file."""
 
@@ -38,10 +40,20 @@ def triton_cache_folder() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
 
 
+def folder() -> Path:
+    """Return the folder of results."""
+    return cache_folder() / "dsv4_checked"
+
+
+def files() -> list[Path]:
+    """Return the files that results of this process came from."""
+    return sorted(path for path in _used if path.is_file())
+
+
 def path_of(architecture: str, kernels: str) -> Path:
     """Return the file of the results on `architecture`; `kernels` is the state of the kernels."""
     versions = f"torch-{torch.__version__}-triton-{triton_version()}"
-    return cache_folder() / "dsv4_checked" / f"{architecture.replace(' ', '-')}-{versions}-{kernels}.json"
+    return folder() / f"{architecture.replace(' ', '-')}-{versions}-{kernels}.json"
 
 
 def results(architecture: str, kernels: str) -> dict[str, str]:
@@ -55,6 +67,7 @@ def results(architecture: str, kernels: str) -> dict[str, str]:
         saved = json.loads(_files.read_private(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return dict(unsaved)
+    _used.add(path)
     reasons = {str(op): str(why) for op, why in saved.items()} if isinstance(saved, dict) else {}
     return reasons | unsaved
 

@@ -27,6 +27,8 @@ _HEADERS = tuple(Path(__file__).with_name(name) for name in ("common.h", "sums.h
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++17")
 _OPENMP = ("-fopenmp", "-fopenmp-simd")
 """Flags for threads and, for a compiler without them, for vectors alone."""
+FOLDER = "dsv4_compile"
+"""Folder of the library in Inductor's cache."""
 _SECONDS = 120.0
 """Time after which a compiler is stopped."""
 _state: dict[str, ctypes.CDLL | None] = {}
@@ -64,14 +66,34 @@ def _library(compiler: Sequence[str]) -> ctypes.CDLL:
 
 def _built(compiler: Sequence[str], openmp: str) -> ctypes.CDLL:
     """Load the library for this CPU, compiling it into Inductor's cache folder if no whole one is there."""
+    command = [*compiler, *_FLAGS, openmp, "-shared", "-fPIC", *map(str, SOURCES)]
+    return library.load(_folder(), _key(compiler, openmp), command, _SECONDS)
+
+
+def _folder() -> Path:
     from ..._compat import cache_dir_utils
 
-    flags = *_FLAGS, openmp
+    return Path(cache_dir_utils.cache_dir()) / FOLDER
+
+
+def _key(compiler: Sequence[str], openmp: str) -> str:
+    """Return a name of everything that the library is made of, this machine included."""
     text = [path.read_bytes() for path in (*SOURCES, *_HEADERS)]
-    made_from = text, list(compiler), flags, platform.node(), torch.backends.cpu.get_cpu_capability()
-    key = hashlib.sha256(repr(made_from).encode()).hexdigest()[:32]
-    command = [*compiler, *flags, "-shared", "-fPIC", *map(str, SOURCES)]
-    return library.load(Path(cache_dir_utils.cache_dir()) / "dsv4_compile", key, command, _SECONDS)
+    made_from = text, list(compiler), (*_FLAGS, openmp), platform.node(), torch.backends.cpu.get_cpu_capability()
+    return hashlib.sha256(repr(made_from).encode()).hexdigest()[:32]
+
+
+def loaded_library() -> Path | None:
+    """Return the file of the library that this process has loaded, or None."""
+    return library.loaded[-1] if _state.get("loaded") is not None else None
+
+
+def keep(content: bytes) -> None:
+    """Keep a library that was built on an equal machine where `build` looks for one; the log says if that fails."""
+    try:
+        library.keep(_folder(), _key(library.find_compiler(), _OPENMP[0]), content)
+    except OSError as error:
+        _log.info("C++ kernels for this CPU are built here: %s", error)
 
 
 def takes(*tensors: Tensor | None, rows: Tensor | None = None, int64: Any = (), int32: Any = ()) -> bool:

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ... import progress
-from ..._files import AS_IT_IS, check_private, make_private_folder, synced
+from ..._files import AS_IT_IS, check_private, make_private_folder, replace_bytes, synced
 
 _log = logging.getLogger("dsv4_compile.cpu")
 _COMPILERS = ("g++", "c++", "clang++")
@@ -34,6 +34,8 @@ _SHOWN = 400
 """Characters of a compiler's last words that are shown."""
 _descriptors: list[int] = []
 """Open files of loaded libraries: the dynamic loader knows a library by the name of its descriptor."""
+loaded: list[Path] = []
+"""Files of loaded libraries."""
 
 
 class Unusable(OSError):
@@ -90,6 +92,14 @@ def load(folder: Path, key: str, command: Sequence[str], seconds: float) -> ctyp
         raise
 
 
+def keep(folder: Path, key: str, content: bytes) -> None:
+    """Keep a library that was built elsewhere as `load` looks for it. OSError where that fails."""
+    make_private_folder(folder)
+    path = folder / f"{key}-{hashlib.sha256(content).hexdigest()[:32]}.so"
+    if not path.exists():
+        replace_bytes(path, content, private=True)
+
+
 def _load(path: Path) -> ctypes.CDLL:
     """Load a library that nobody else can write and that is as it was built. OSError for any other."""
     descriptor = os.open(path, os.O_RDONLY | AS_IT_IS)
@@ -98,12 +108,13 @@ def _load(path: Path) -> ctypes.CDLL:
         if not path.stem.endswith(f"-{_digest(descriptor)}"):
             raise OSError(f"{path} has changed since it was built")
         content = Path(f"/proc/self/fd/{descriptor}")
-        loaded = ctypes.CDLL(str(content if content.exists() else path))
+        library = ctypes.CDLL(str(content if content.exists() else path))
     except BaseException:
         os.close(descriptor)
         raise
     _descriptors.append(descriptor)
-    return loaded
+    loaded.append(path)
+    return library
 
 
 def _digest(descriptor: int) -> str:

@@ -28,6 +28,7 @@ from ...parallel import Ranks, watchdog
 from ...runtime import start_times
 from ...sizes import check_optional_size, check_size, free_memory
 from ..model.arguments import check_flags
+from ..model.compiled_model import use_compiled
 from ..model.convert import convert
 from ..model.draft_settings import check_step
 from ..model.split import check_splittable, on_all_ranks
@@ -66,6 +67,9 @@ def load(
     rank_timeout: float = watchdog.TIMEOUT,
     drafts: str = "auto",
     num_drafts: int | None = None,
+    compiled: str | Path | None = None,
+    compiled_digest: str | None = None,
+    compiled_required: bool = False,
 ) -> Any:
     """Load a DeepSeek-V4 checkpoint and return it converted (see `convert`), in eval mode.
 
@@ -83,6 +87,9 @@ def load(
         drafts: "auto" loads draft layers (`mtp.*`) where the folder has them, as `model.dsv4_drafts`; "on" raises E209
             for a folder without; "off" leaves them out.
         num_drafts: tokens that MTP layers draft in a step, 1 to 3 (None = 1). DSpark layers have a fixed number.
+        compiled, compiled_digest, compiled_required: path, digest and required of `use_compiled`: a folder that
+            `dsv4 build` or `save_compiled` wrote, whose code the model starts from. It is code, so none is looked for
+            in `path`.
 
     Memory holds the weights and, while they are read, at most 16 MiB for each thread that reads, pinned for a GPU, and
     one tensor that is converted. Threads are as many as CPUs that the process may use, at most 16. The log (INFO) and
@@ -96,7 +103,9 @@ def load(
         "max_seq_len": check_size("max_seq_len", max_seq_len),
         "max_step_tokens": check_optional_size("max_step_tokens", max_step_tokens),
     }
-    check_flags(dequantize=dequantize, hadamard=hadamard, attention_only=attention_only)
+    check_flags(
+        dequantize=dequantize, hadamard=hadamard, attention_only=attention_only, compiled_required=compiled_required
+    )
     place_on = _device(device)
     check(dtype is None or dtype in _FLOATS, "E201", got=f"dtype={dtype}", rule=f"dtype is one of {_FLOATS}, or None")
     check(
@@ -170,6 +179,8 @@ def load(
         *(checkpoint.folder, sum(each.nbytes for each in filled) / _GIGA, place_on, planned - begin),
         *(allocated - planned, read - allocated, "; ".join(map(str, filled)), time.monotonic() - read),
     )
+    if compiled is not None:
+        use_compiled(converted, compiled, digest=compiled_digest, required=compiled_required)
     return converted
 
 

@@ -183,7 +183,7 @@ def revert(model: Any) -> Any:
     Draft layers are restored too, and no part of the model any more: keep `model.dsv4_drafts` to convert with it again.
     Compile it again, if you want to, as you would compile the original.
     """
-    _check_converted(model)
+    check_converted(model)
     check(
         not isinstance(model, split.SplitForCausalLM),
         "E701",
@@ -213,7 +213,7 @@ def new_cache(
 
     Raises E204 for a `max_seq_len` above that of `convert`, to which RoPE tables go, and E210 without the memory.
     """
-    _check_converted(model)
+    check_converted(model)
     return cache_like(model.model, max_batch_size, max_seq_len, max_step_tokens)
 
 
@@ -223,7 +223,8 @@ def why_unproven_around_attention(device: torch.device) -> str:
     return next(filter(None, (proven.why_unproven("triton", op, architecture) for op in OPS)), "")
 
 
-def _check_converted(model: Any) -> None:
+def check_converted(model: Any) -> None:
+    """Raise E208 for a model that `convert` has not returned."""
     check(
         isinstance(model, CompilableForCausalLM),
         "E208",

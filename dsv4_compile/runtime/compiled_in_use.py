@@ -1,0 +1,77 @@
+"""The compiled folder that this process started from: a graph that it lacks is a line in the log, or E502."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import fail
+
+_log = logging.getLogger("dsv4_compile.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class InUse:
+    """A folder whose files are in the caches; `required` if every graph must come from it."""
+
+    folder: Path
+    required: bool
+    options: tuple[str, ...]
+
+
+_in_use: list[InUse] = []
+_options: dict[str, None] = {}
+
+
+def note_options(mode: str | None, options: Mapping[str, Any] | None) -> None:
+    """Keep how a graph of this process was compiled."""
+    _options.setdefault(_text(mode, options))
+
+
+def options_so_far() -> list[str]:
+    """Return the modes and options of graphs that were compiled so far, a line of JSON each."""
+    return sorted(_options)
+
+
+def use(folder: Path, *, required: bool, options: list[str]) -> None:
+    """Expect graphs that are compiled from now on in the caches."""
+    _in_use[:] = [InUse(folder, required, tuple(options))]
+
+
+def stop() -> None:
+    """Expect nothing any more."""
+    _in_use.clear()
+
+
+def watched(
+    compile_graph: Callable[..., Any], mode: str | None, options: Mapping[str, Any] | None
+) -> Callable[..., Any] | None:
+    """Return `compile_graph` with a report, for a process that uses a compiled folder; else None.
+
+    torch calls it for graphs alone that its cache does not have. It raises E502 where the folder is required.
+    """
+    if not _in_use:
+        return None
+    now, text = _in_use[-1], _text(mode, options)
+
+    def compile_missing(gm: Any, example_inputs: Any, **arguments: Any) -> Any:
+        others = "" if text in now.options else f"; it was built with {' or '.join(now.options)}"
+        why = f"a graph compiled with {text} is not in it{others}"
+        if now.required:
+            fix = "build it with these options, sizes and batches, or load with compiled_required=False"
+            fail("E502", got=str(now.folder), why=why, fix=fix)
+        _log.warning("compiles, although %s is used: %s", now.folder, why)
+        return compile_graph(gm, example_inputs, **arguments)
+
+    return compile_missing
+
+
+def _text(mode: str | None, options: Mapping[str, Any] | None) -> str:
+    values = {
+        name: value if isinstance(value, (str, int, float)) else repr(value) for name, value in (options or {}).items()
+    }
+    return json.dumps({"mode": mode, "options": values}, sort_keys=True)
