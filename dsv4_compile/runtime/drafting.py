@@ -7,7 +7,8 @@ that follows. The others need no undoing: see `reference.metadata.advance`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -21,8 +22,21 @@ from .addresses import named_tensors
 
 NO_DRAFT = -1
 """Draft for a place that has none: verification ends there."""
+current_stage: ContextVar[str] = ContextVar("dsv4_stage", default="")
+"""Stage of a step with drafts that launches now, for reports: "verify", "accept", "draft", "advance", or ""."""
 NUMBERS = 4
 """Columns of `numbers`, as `accept_drafts` takes them: temperature, top-k, top-p, unused."""
+
+
+def staged(stage: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the result of `call`, which belongs to a stage of the step."""
+    if torch.compiler.is_dynamo_compiling():
+        return call(*args, **kwargs)
+    token = current_stage.set(stage)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        current_stage.reset(token)
 
 
 class DraftSource(Protocol):
@@ -159,16 +173,15 @@ def accept_and_draft(
 ) -> Verified:
     """Accept drafts by the target's logits `[R * (N + 1), V]`, inject the rows that are kept, and draft again."""
     count = source.num_drafts
-    num_new, tokens = torch.ops.dsv4.accept_drafts(
-        logits, step.drafts, step.draft_logits, step.numbers, step.seeds, step.lengths
-    )
+    proposed = step.drafts, step.draft_logits, step.numbers, step.seeds, step.lengths
+    num_new, tokens = staged("accept", torch.ops.dsv4.accept_drafts, logits, *proposed)
     last = tokens.gather(1, (num_new.long() - 1)[:, None])[:, 0]
     num_new = torch.where(step.active, num_new, 0)
-    source.inject(taps, metadata, tokens.flatten(), num_new=num_new, caches=caches)
+    staged("draft", source.inject, taps, metadata, tokens.flatten(), num_new=num_new, caches=caches)
     lengths = step.lengths + num_new
     fits = step.active & (lengths + count + 1 <= step.limits) & (last >= 0)
     anchors, lengths = torch.where(fits, last, NO_DRAFT), torch.where(fits, lengths, 0)
-    drafts, draft_logits = source.propose(anchors, lengths, step.numbers, step.seeds, caches=caches)
+    drafts, draft_logits = staged("draft", source.propose, anchors, lengths, step.numbers, step.seeds, caches=caches)
     return Verified(num_new, tokens, torch.where(fits[:, None], drafts, NO_DRAFT), draft_logits)
 
 

@@ -24,7 +24,7 @@ from ..sizes import check_size, shown
 from .addresses import AddressCheck, AtFixedAddresses, mark_static_inputs, named_tensors
 from .backends import graphs_for
 from .captures import Capture, Footprint, MemoryPlan
-from .drafting import Drafting, DraftSource, DraftStatistics
+from .drafting import Drafting, DraftSource, DraftStatistics, staged
 from .early_builds import also_for
 from .sampling import Sampler, Sampling
 from .start_times import spending
@@ -319,7 +319,7 @@ class DecodeRunner(AtFixedAddresses):
         step, sampling, requests = self._call_of(size), self.sampling, size // self.tokens_each
         assert sampling is not None
         sampling.begin()
-        return torch.no_grad()(lambda: sampling.finish_step(step(), requests))
+        return torch.no_grad()(lambda: staged("advance", sampling.finish_step, staged("verify", step), requests))
 
     def _replay(self, captured: Capture, bucket: int, tokens: int) -> None:
         if self.debug or captured.what not in self._checked:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4_compile import explain_replay
 from dsv4_compile.cache import PagedCaches
 from dsv4_compile.errors import DSV4Error
 from dsv4_compile.metadata import MetadataBuffers
@@ -22,6 +23,7 @@ from tests.support.live_rows import live_rows, poison, set_rows
 
 VOCAB = 40
 COUNT = 5
+STAGES = ("verify", "accept", "draft", "advance")
 
 
 class Target:
@@ -246,6 +248,16 @@ def test_fault_10_the_batch_advances_once_a_step_and_replays_at_other_lengths(
         fed = tensors["input_ids"][:18].view(3, 6)
         assert fed[:, 0].tolist() == [int(texts[r, end]) for r, end in enumerate(ends)]
         assert len(set(counts.flatten().tolist())) > 2
+
+
+def test_the_report_of_a_replay_groups_verification_acceptance_and_drafting(target: Target) -> None:
+    runner = target.runner(new_caches(), Arbitrary(COUNT, VOCAB), buckets=(6,), debug=False)
+    report = explain_replay(runner, 6)
+    ops = {stage: {node.op for node in report.nodes if node.stage == stage} for stage in STAGES}
+    assert [stage for stage in STAGES if not ops[stage]] == [] and {node.stage for node in report.nodes} == set(STAGES)
+    assert "dsv4.sparse_mla_decode" in ops["verify"] and "dsv4.batch_metadata" in ops["verify"]
+    assert ops["accept"] == {"dsv4.accept_drafts"} and "dsv4.advance" in ops["advance"]
+    assert "TIME BY STAGE" in str(report) and {total.name for total in report.totals("stage")} == set(STAGES)
 
 
 def test_an_empty_batch_changes_nothing_and_counts_nothing(target: Target) -> None:

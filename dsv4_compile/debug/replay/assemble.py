@@ -125,6 +125,7 @@ def _node(index: int, call: int, kind: str, launch: Launch) -> Node:
         module=source.module,
         layer=layer_of(source.module),
         part=part_of(source, launch.kernel),
+        stage=launch.stage,
         call=call,
         stream=launch.stream,
         shapes=list(launch.shapes),

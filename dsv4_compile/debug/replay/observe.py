@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ... import ops
 from ..._compat import OpOverload, pytree
 from ...runtime.captures import TransparentMode
+from ...runtime.drafting import current_stage
 from ...selection import call_costs
 from ...selection.costs import Cost
 from ..graphs import short_dtype
@@ -46,7 +47,8 @@ class Launch:
     """An op call, or a line of generated code, that puts work on the device.
 
     `handles` are the new nodes of a graph under capture; `seconds` is host time, which is its own on a CPU. `options`
-    are the arguments of an op outside aten that are not their defaults: a fused call of it may compute more.
+    are the arguments of an op outside aten that are not their defaults: a fused call of it may compute more. `stage` is
+    that of a step with drafts.
     """
 
     source: Source
@@ -61,6 +63,7 @@ class Launch:
     refined: bool = False
     result: Any = None
     options: frozenset[str] = frozenset()
+    stage: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -147,6 +150,7 @@ class Observer(TransparentMode):
         if self._new_nodes is not None:
             stream = torch.cuda.current_stream().cuda_stream
             launch.stream = self._streams.setdefault(stream, len(self._streams))
+        launch.stage = current_stage.get()
         self.launches.append(launch)
         self._switch(launch)
         return launch

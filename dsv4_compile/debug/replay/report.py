@@ -103,7 +103,10 @@ def verdict(report: Replay) -> str:
 
 def sections(report: Replay) -> Iterator[Section]:
     """Yield all sections that are not empty."""
-    for title, by in (("Time by part", "part"), ("Time by layer", "layer"), ("Time by op", "op")):
+    kinds = [("Time by part", "part"), ("Time by layer", "layer"), ("Time by op", "op")]
+    if any(node.stage for node in report.nodes):
+        kinds.insert(0, ("Time by stage", "stage"))
+    for title, by in kinds:
         totals = report.totals(by)
         if totals:
             yield Section(title, [_totals(by, totals)])

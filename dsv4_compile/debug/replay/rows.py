@@ -33,6 +33,7 @@ class Node:
         caller: the next line outwards in a different file, where there is one.
         module: path of the module that called it, "layers.3.attn"; `layer` is its part up to the first number.
         part: one of `PARTS`.
+        stage: of a step with drafts: "verify", "accept", "draft" or "advance"; else "".
         call: number of the op call; nodes that one call launched have the same.
         stream: number of the stream it was captured on, in the order of their first use.
         after: the nodes it waits for.
@@ -59,6 +60,7 @@ class Node:
     module: str = ""
     layer: str = ""
     part: str = "other"
+    stage: str = ""
     call: int = 0
     stream: int = 0
     after: list[Edge] = field(default_factory=list)
