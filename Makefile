@@ -4,7 +4,7 @@
 #   PYTHON  interpreter that creates the environment              python3
 #   VENV    the environment's folder                              .venv
 #   TORCH   torch to install, before everything else              torch==2.13.0
-#   TRITON  triton to install beside it, without dependencies     triton==3.7.1
+#   TRITON  triton to install with it, without dependencies       triton==3.7.1
 #   JOBS    test processes                                        2
 #   FUZZ    sequences of calls that make fuzz draws               2000
 #   STORM   requests that make storm sends to one running batch   2000
@@ -28,7 +28,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # kernels/ and lowering/ are subpackages by mapping only. The type checker sees the tree as it is installed.
 TYPES := build/types
-# Other values of TORCH or TRITON are another stamp, so changing them installs again.
+# Every pair of TORCH and TRITON has its own stamp, so changing them installs again.
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH) $(TRITON)' | cksum | cut -d ' ' -f 1)
 OLDEST := build/triton-3.6
 MUTATE_VENV := .venv-mutate
@@ -47,7 +47,7 @@ help:  ## list the targets
 demo: install  ## a small DeepSeek-V4 from transformers, compiled and compared with eager, on this machine
 	$(BIN)/dsv4 demo $(ARGS)
 
-# Lint takes one core for a minute or two, so it runs beside the tests; its output follows theirs if it found something.
+# Lint takes one core for a minute or two, so it runs during the tests; its output follows theirs if it found something.
 # Inductor compiles a program for each kind of vector instructions that the CPU names, unless it is told that g++ can.
 ISA = $(shell echo 'int main() {}' | $${CXX:-g++} -x c++ -march=native -fsyntax-only - 2> /dev/null && echo TORCHINDUCTOR_VEC_ISA_OK=1)
 test: install  ## style, types and all tests
@@ -61,7 +61,7 @@ test-isa: install  ## tests that compare bits, as on a CPU without vectors, with
 	$(ISA) $(BIN)/python tests/tools/isa.py --jobs $(JOBS) $(ARGS)
 
 .PHONY: test-vllm
-test-vllm: $(VLLM_STAMP)  ## the plug-in inside vLLM, in an environment of its own: 11 to 25 minutes
+test-vllm: $(VLLM_STAMP)  ## the plug-in inside vLLM, in a separate environment: 11 to 25 minutes
 	$(VLLM_VENV)/bin/python -m pytest -q --noconftest --import-mode=prepend -o norecursedirs= tests/vllm $(ARGS)
 
 fuzz: install  ## 2,000 random sequences of calls against eager transformers, and 200 through Inductor: half an hour

@@ -255,7 +255,7 @@ KERNELS_INTRODUCTION = """\
 {generated}
 
 GPU kernels in Triton and, for Hopper, in Gluon, imported as `dsv4_compile.kernels`. A file holds a kernel with its
-launcher. The launcher of an op has the op's name and arguments, and the function beside it that says why a call is
+launcher. The launcher of an op has the op's name and arguments, and the function next to it that says why a call is
 unsupported returns "" if it is supported; an unsupported call runs the reference.
 
 - `host/`: launch, plans, launch cache, PDL, semaphores, facts about a GPU
