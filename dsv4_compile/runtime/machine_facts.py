@@ -15,7 +15,7 @@ from .._compat import device_architecture, triton_version
 
 
 def made_for(device: torch.device, source: str) -> dict[str, Any]:
-    """Return what code for `device` depends on besides the model.
+    """Return the facts, apart from the model, that code for `device` depends on.
 
     Args:
         source: hash of this package's source files.

@@ -1,6 +1,6 @@
 """Plans: what launchers decide, as pure functions of sizes and the GPU.
 
-A launcher with a plan has two functions beside it:
+A launcher with a plan has two more functions:
 
 - `problem_of(call)` returns the sizes and formats of a call, its tokens apart.
 - `plan(problem, tokens, gpu)` returns a NamedTuple: grids, tiles, options, and which launches there are.
