@@ -16,6 +16,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Rotar
 
 from dsv4_compile._compat import kept_in_float32
 from dsv4_compile.bench.nodes import by_name, launches_of_host, nodes
+from dsv4_compile.hf.model.draft_kinds import KINDS
+from dsv4_compile.hf.model.draft_settings import DraftSettings
 from dsv4_compile.hf.model.split import keep_part
 from dsv4_compile.hf.tiny import FLASH, layers_in_turn, tiny_config
 from dsv4_compile.parallel import Ranks
@@ -76,7 +78,27 @@ def split_model(config: Any, weights: str, mesh: Any, layout: str, device: torch
     """Return a rank's part of a random model, allocated part by part; what ranks share is equal on all of them."""
     with torch.device("meta"):
         model: Any = DeepseekV4ForCausalLM(config)
-        if weights == "official":
+    return allocated(model, config, weights, mesh, layout, device)
+
+
+def split_drafts(
+    config: Any, settings: DraftSettings, weights: str, mesh: Any, layout: str, device: torch.device
+) -> Any:
+    """Return a rank's part of random draft layers for a model with `config`, see `split_model`."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            drafts = KINDS[settings.kind](config, settings)
+    finally:
+        torch.set_default_dtype(dtype)
+    return allocated(drafts, drafts.config, weights, mesh, layout, device)
+
+
+def allocated(model: Any, config: Any, weights: str, mesh: Any, layout: str, device: torch.device) -> Any:
+    """Allocate and fill the part of a rank of `model`, which is on the meta device, in the formats of `weights`."""
+    if weights == "official":
+        with torch.device("meta"):
             quantise(model)
     full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     keep_part(model, Ranks.of(mesh), layout)
