@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -333,7 +334,8 @@ class Drafting:
             active,
         )
         metadata = buffers.metadata(num_reqs * width)
-        done = accept_and_draft(self.source, self.caches, logits[: num_reqs * width], taps, metadata, step)
+        follow = getattr(self.source, "accept_and_draft", None) or partial(accept_and_draft, self.source)
+        done = follow(self.caches, logits[: num_reqs * width], taps, metadata, step)
         self.accepted.add_((done.num_new[:, None] == self._kinds + 1).sum(0))
         self._num_new[:num_reqs].copy_(done.num_new)
         self._tokens[:num_reqs].copy_(done.tokens)

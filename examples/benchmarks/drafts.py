@@ -91,7 +91,6 @@ class Model:
         hf.convert(self.model, **sizes, **split, drafts=drafts)
         self.model.model.adopt()
         self.model.dsv4_drafts.adopt()
-        self.source = self.model.dsv4_drafts if args.eager else CompiledSource(self.model.dsv4_drafts, self.compiled)
 
     def compiled(self, call: Any) -> Any:
         """Return `call` compiled, unless the command says eager."""
@@ -159,14 +158,18 @@ class Model:
         tokens: list[int] = torch.randint(1, self.model.config.vocab_size, (requests,), generator=generator).tolist()
         text, plain_ms = self.plain(requests, tokens)
         row: dict[str, Any] = {"batch": requests, "plain_ms": plain_ms, "verify_ms": self.verified(requests, tokens)}
-        source = ForcedDrafts(self.source, text, pattern)
+        source = forced = ForcedDrafts(self.model.dsv4_drafts, text, pattern)
+        if not self.args.eager:
+            source = CompiledSource(forced, self.compiled)
         caches = self.model.dsv4_drafts.new_caches(requests)
         runner = self.runner(VerifyTokens(self.model), requests, 6, drafts=source, draft_caches=caches)
         drafting: Any = runner.drafting
 
         def load(pattern: Sequence[int]) -> None:
             drafting.load(tokens, [CONTEXT] * requests, reserved=[runner.buffers.max_model_len] * requests)
-            source.restart(pattern)
+            for tensor in [*named_tensors(runner.caches, "caches").values(), *caches.tensors().values()]:
+                tensor.zero_()
+            forced.restart(pattern)
             runner.draft()
 
         load([0])

@@ -6,6 +6,7 @@ Row r of a step is slot r. A slot without a request that decodes is padding in i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ...metadata import AttentionMetadata, MetadataBuffers
 from ...metadata.types import metadata_of
 from ...runtime import DecodeRunner, DraftStatistics, Statistics
 from ...runtime.bucket_sizes import request_buckets
-from ...runtime.drafting import NO_DRAFT, NUMBERS, Drafting
+from ...runtime.drafting import NO_DRAFT, NUMBERS, Drafting, accept_and_draft
 from ...runtime.step import Buckets, StepFunction, StepInputs, no_requests, step_call
 from .requests import Progress
 from .running_steps import Staged, TappedTokens
@@ -27,11 +28,12 @@ Compile = Callable[[Any], Any]
 
 
 class CompiledSource:
-    """A source of drafts with compiled methods."""
+    """A source of drafts with compiled methods, and all that follows the logits of a step as one graph."""
 
     def __init__(self, source: Any, compiled: Compile) -> None:
         self.num_drafts, self.taps = source.num_drafts, source.taps
         self.inject, self.propose = compiled(source.inject), compiled(source.propose)
+        self.accept_and_draft = compiled(partial(accept_and_draft, source))
         self.new_caches = source.new_caches
 
 
