@@ -87,6 +87,8 @@ class Model:
         self.bytes_of_drafts = sum(parameter.nbytes for parameter in drafts.parameters())
         self.bytes_of_model = sum(parameter.nbytes for parameter in self.model.parameters())
         sizes: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": CONTEXT + 8 * STEPS * 6, "max_step_tokens": 6}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what filling weights took
         split = {"mesh": mesh, "expert_layout": args.experts, "collectives": args.collectives}
         hf.convert(self.model, **sizes, **split, drafts=drafts)
         self.model.model.adopt()
@@ -233,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command += f" --batches {args.batches} --accept {args.accept} --weights {args.weights} --experts {args.experts}"
     command += f" --collectives {args.collectives}"
     contents: dict[str, Any] = {"scenario": "drafts", **environment(device), "command": command, "rows": []}
+    torch.distributed.all_reduce(torch.zeros(1, device=device))  # NCCL's memory comes first
     pattern = [int(count) for count in args.accept.split(",")]
     with torch.no_grad():
         model = Model(args, mesh, device)
