@@ -1,6 +1,6 @@
 """Not a test: runs an example in a folder as a program.
 
-python -m tests.package.example FILE FOLDER [cpp]
+python -m tests.package.example FILE FOLDER [cpp] [ARGUMENT ...]
 
 Inductor calls PyTorch instead of compiling C++, unless cpp is given. Ranks that the example starts by torchrun's
 command are started by torchrun's code, which reads that command, but as forks of this process.
@@ -43,10 +43,10 @@ def _script(*arguments: str) -> None:
     runpy.run_path(arguments[1], run_name="__main__")
 
 
-def main(file: str, folder: str, inductor: str = "") -> None:
-    config.fallback_by_default = inductor != "cpp"
+def main(file: str, folder: str, *options: str) -> None:
+    config.fallback_by_default = "cpp" not in options
     subprocess.run = run  # type: ignore[assignment]
-    sys.argv = [file]
+    sys.argv = [file, *(option for option in options if option != "cpp")]
     os.chdir(folder)
     runpy.run_path(file, run_name="__main__")
 

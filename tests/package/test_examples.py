@@ -20,6 +20,8 @@ NEEDS_VLLM = "08_vllm"
 """Example that `make test-vllm` runs."""
 COMPILES_CPP = "02_huggingface_generate"
 """Example that compiles C++. In the others Inductor calls PyTorch, which takes half of the time."""
+TRAINS = "09_drafts"
+"""Example that trains a model, here a smaller one."""
 ALONE = "05_batch_metadata"
 """Example in a separate interpreter. The others are forks of one that has imported their modules."""
 # C++ without vector instructions compiles in two thirds of the time; `dsv4 demo` compiles it with them.
@@ -43,8 +45,8 @@ def test_there_are_examples() -> None:
     "example", [e for e in EXAMPLES if e.stem not in (NEEDS_VLLM, ALONE)], ids=lambda path: path.stem
 )
 def test_example_runs(example: Path, warm: WarmPython, tmp_path: Path) -> None:
-    options = ("cpp",) if example.stem == COMPILES_CPP else ()
-    done = warm.run("tests.package.example", str(example), str(tmp_path), *options)
+    options = {COMPILES_CPP: "cpp", TRAINS: "--quick"}.get(example.stem, "")
+    done = warm.run("tests.package.example", str(example), str(tmp_path), *options.split())
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
