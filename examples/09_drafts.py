@@ -2,7 +2,7 @@
 
 The model is trained by eager transformers on numbers in words, a byte a token, and its draft layers in plain PyTorch
 against its frozen hidden states, before `convert` attaches them. `generate` then verifies five drafts a step and gives
-the text that it gives without them. Runs in about a minute on a CPU: python examples/09_drafts.py
+the text that it gives without them. Runs in one to two minutes on a CPU: python examples/09_drafts.py
 With --quick the model counts to twenty, in half of the time.
 """
 

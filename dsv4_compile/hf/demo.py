@@ -1,7 +1,8 @@
 """Compile small random DeepSeek-V4 models and compare their tokens with eager transformers: `dsv4 demo`.
 
 One has every kind of layer and tiny dims, the other two layers with attention of real dims. Prompts of unequal length
-run as one padded batch through the compiled model and one by one through the eager model.
+run as one padded batch through the compiled model and one by one through the eager model. The tiny model also generates
+with drafts, uncompiled.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ..columns import table, terminal_width, wrap
 from ..errors import check
 from .model.cache import CACHE_NAME
 from .model.convert import convert
-from .tiny import REAL_ATTENTION, quiet_libraries, tiny_model
+from .serving.running_batch import RunningBatch
+from .tiny import REAL_ATTENTION, quiet_libraries, tiny_drafts, tiny_model
 
 PROMPT_LENGTHS = (1, 5, 126, 130)
 TIMED_STEPS = 32
@@ -36,6 +38,10 @@ NEXT = """\
 Next:  python examples/02_huggingface_generate.py     # the same, as a program
        dsv4 explain examples/01_compile_attention.py  # graphs, ops, and why
        dsv4 doctor FOLDER                             # examine a checkpoint"""
+SAME = ("reference", "identical", "-")
+"""Tokens of a row that do not contradict eager transformers."""
+DRAFTS = "drafts, uncompiled"
+"""Name of the row with drafts."""
 Generated = tuple[Tensor, Tensor]
 """New tokens and their logits."""
 
@@ -51,9 +57,10 @@ class Row:
     compile_seconds: float | None
     max_logit_difference: float | None
     tokens: str
-    ms_per_step: float
-    tokens_per_second: float
+    ms_per_step: float | None
+    tokens_per_second: float | None
     model: str
+    tokens_per_step: float = 1.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
             print(_introduction(model, device, args.tokens), flush=True)
         rows = _run(name, model, prompts, args)
         figures += rows
-        agrees = rows[1].tokens == "identical" or args.kv_cache_dtype != "auto"
+        agrees = all(row.tokens in SAME for row in rows) or args.kv_cache_dtype != "auto"
         holds = agrees and (rows[1].graphs, rows[1].breaks, rows[1].recompiles) == (2, 0, 0)
         ok = ok and holds
         if not args.json:
@@ -163,7 +170,7 @@ def _run(name: str, model: Any, prompts: list[Tensor], args: argparse.Namespace)
     def per_second(each: float) -> float:
         return len(prompts) * 1e3 / each
 
-    none = dict.fromkeys(("graphs", "breaks", "recompiles", "compile_seconds", "max_logit_difference"))
+    none: dict[str, Any] = dict.fromkeys(("graphs", "breaks", "recompiles", "compile_seconds", "max_logit_difference"))
     eager = Row(
         "eager transformers",
         **none,
@@ -173,7 +180,10 @@ def _run(name: str, model: Any, prompts: list[Tensor], args: argparse.Namespace)
         model=name,
     )
     ours = Row(f"compiled, {args.backend}", **facts, ms_per_step=ms, tokens_per_second=per_second(ms), model=name)
-    return [eager, ours, *([_run_stock_compile(name, model, prompts[-1])] if args.compare else [])]
+    rows = [eager, ours]
+    if name == "tiny":
+        rows.append(_run_drafts(name, model, prompts, [tokens[0] for tokens, _ in expected], args))
+    return [*rows, *([_run_stock_compile(name, model, prompts[-1])] if args.compare else [])]
 
 
 def _compile(model: Any, prompts: list[Tensor], expected: list[Generated], args: argparse.Namespace) -> dict[str, Any]:
@@ -208,6 +218,41 @@ def _difference(logits: Tensor, tokens: Tensor, expected: Generated) -> float:
     same = (tokens == expected[0][0]).long().cumprod(0)
     steps = min(int(same.sum()) + 1, len(tokens))
     return float((logits[:steps] - expected[1][0][:steps]).abs().max())
+
+
+@torch.no_grad()
+def _run_drafts(name: str, model: Any, prompts: list[Tensor], expected: list[Tensor], args: argparse.Namespace) -> Row:
+    """Run the prompts as a running batch with drafts, uncompiled, since compiling it would take as long again.
+
+    Random draft layers would be accepted as rarely as a guess. Here they have a Markov head alone, whose logits are how
+    often a token follows the one before it in `expected`.
+    """
+    converted = copy.deepcopy(model)
+    drafts: Any = tiny_drafts(model, stages=1)
+    vocab = model.config.vocab_size
+    pairs = torch.zeros(vocab, vocab, device=drafts.markov_w1.device)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        text = torch.cat((prompt[-1:], tokens))
+        pairs.index_put_((text[1:], text[:-1]), pairs.new_ones(len(tokens)), accumulate=True)
+    drafts.model.norm.weight.zero_()
+    drafts.markov_w1.data, drafts.markov_w2.data = torch.eye(vocab, device=pairs.device), pairs
+    sizes = {"max_batch_size": 1, "max_seq_len": max(PROMPT_LENGTHS) + args.tokens + drafts.num_drafts}
+    convert(converted, drafts=drafts, **sizes, kv_cache_dtype=args.kv_cache_dtype, attention_only=False)
+    with progress.stage("drafts", total=1) as work:
+        batch = RunningBatch(converted, slots=len(prompts), graphs="off")
+        requests = [batch.submit(prompt, max_new_tokens=args.tokens) for prompt in prompts]
+        batch.run()
+        work.advance()
+    same = all(request.tokens == tokens.tolist() for request, tokens in zip(requests, expected, strict=True))
+    return Row(
+        DRAFTS,
+        *(None, None, None, None, None),
+        "identical" if same else "differ",
+        ms_per_step=None,
+        tokens_per_second=None,
+        model=name,
+        tokens_per_step=batch.draft_statistics.tokens_per_step,
+    )
 
 
 def _run_stock_compile(name: str, model: Any, prompt: Tensor) -> Row:
@@ -266,8 +311,9 @@ def _table(rows: list[Row], ok: bool) -> str:
         "compilation, s": [text(row.compile_seconds, ".0f") for row in rows],
         "logits differ by": [text(row.max_logit_difference, ".1e") for row in rows],
         "tokens": [row.tokens for row in rows],
-        "ms a step": [f"{row.ms_per_step:.1f}" for row in rows],
-        "tokens a second": [f"{row.tokens_per_second:.0f}" for row in rows],
+        "tokens a step": [text(row.tokens_per_step, ".3g") for row in rows],
+        "ms a step": [text(row.ms_per_step, ".1f") for row in rows],
+        "tokens a second": [text(row.tokens_per_second, ".0f") for row in rows],
     }
     width = terminal_width()
     lines = list(table(["", *(row.name for row in rows)], [[name, *cells] for name, cells in figures.items()], width))
@@ -277,6 +323,8 @@ def _table(rows: list[Row], ok: bool) -> str:
         if ok
         else "The compiled model does not match the claims above: please report this table with `dsv4 doctor`."
     )
+    if any(row.name == DRAFTS for row in rows):
+        verdict += " Drafts are pairs of tokens counted in the eager text; examples/09_drafts.py trains draft layers."
     return "\n".join(["", *lines, "", *wrap(verdict, width), ""])
 
 

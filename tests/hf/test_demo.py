@@ -16,10 +16,11 @@ def test_every_claim_is_true(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert demo.main(arguments) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["ok"]
-    eager, ours = printed["rows"]
-    assert (eager["name"], ours["name"]) == ("eager transformers", "compiled, eager")
+    _, ours, drafted = printed["rows"]
+    assert [row["name"] for row in printed["rows"]] == ["eager transformers", "compiled, eager", "drafts, uncompiled"]
     assert (ours["graphs"], ours["breaks"], ours["recompiles"]) == (2, 0, 0)
-    assert ours["tokens"] == "identical"
+    assert ours["tokens"] == drafted["tokens"] == "identical"
+    assert 1.5 < drafted["tokens_per_step"] <= 6 and ours["tokens_per_step"] == 1
     assert 0 < ours["max_logit_difference"] < 1e-4
     assert ours["tokens_per_second"] == pytest.approx(4e3 / ours["ms_per_step"])
 
@@ -38,10 +39,11 @@ def test_the_table_fits_the_terminal_and_reports_whether_the_claims_hold(
     monkeypatch.setenv("COLUMNS", str(width))
     _, header, rule, *lines = demo._table(ROWS, ok=True).splitlines()
     starts = [header.index(row.name) for row in ROWS]
-    cells = {line[: starts[0]].strip(): [line[start:].split()[0] for start in starts] for line in lines[:8]}
+    cells = {line[: starts[0]].strip(): [line[start:].split()[0] for start in starts] for line in lines[:9]}
     assert cells["graphs"] == ["-", "2", "12"] and cells["tokens"] == ["reference", "identical", "-"]
+    assert cells["tokens a step"] == ["1", "1", "1"]
     assert cells["ms a step"] == ["12.3", "4.5", "13451.1"] and cells["tokens a second"] == ["325", "889", "0"]
-    assert "no break, no recompile" in " ".join(lines[8:]) and set(rule) == {"-"}
+    assert "no break, no recompile" in " ".join(lines[9:]) and set(rule) == {"-"}
     assert max(map(len, [header, rule, *lines, *demo.NEXT.splitlines()])) <= width
     assert len(demo.NEXT.splitlines()) == 3
     assert "does not match" in " ".join(demo._table(ROWS, ok=False).split())
