@@ -14,6 +14,7 @@ from ...parallel import Ranks, agreement, attention_config
 from ...parallel.split import split_of
 from . import split
 from .convert_stack import check_stack, convert_stack, revert_stack
+from .draft_generate import COMPILED, STEPS, TOLD
 from .draft_model import DraftModel
 from .draft_settings import check_step
 from .undo_convert import Before
@@ -111,7 +112,9 @@ def _keep_part(drafts: DraftModel, ranks: Ranks, expert_layout: str) -> None:
 
 @torch.no_grad()
 def revert_drafts(model: Any) -> None:
-    """Detach a converted model's draft layers, if it has some, and restore their classes."""
+    """Detach a converted model's draft layers, if it has some, restore their classes, and drop steps that call them."""
+    for name in (STEPS, TOLD, COMPILED):
+        model.__dict__.pop(name, None)
     drafts = model.__dict__.pop("dsv4_drafts", None)
     if drafts is not None:
         revert_stack(drafts)

@@ -9,6 +9,7 @@ from ...cache import CacheFormat, LayerCache, PagedCaches
 from ...config import DeepseekV4Config
 from ...layout import WINDOW_BLOCK, align_up
 from ...metadata import AttentionMetadata, WindowMetadata
+from .draft_settings import DraftSettings
 
 
 class DraftCaches:
@@ -22,6 +23,7 @@ class DraftCaches:
         ring: rows of a request.
         streams: `[max_batch_size + 1, N * D]`, the target's streams at the last row of each request, for MTP; rows of
             tokens that are not kept are written to the last row, which is never read.
+        settings: of the draft layers that they are for.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class DraftCaches:
         step_tokens: int,
         device: torch.device | str | None = None,
         streams: tuple[int, torch.dtype] | None = None,
+        settings: DraftSettings | None = None,
     ) -> None:
         """Allocate caches.
 
@@ -43,23 +46,19 @@ class DraftCaches:
             step_tokens: most tokens that a step verifies for a request.
             device: where they are.
             streams: elements and dtype of a row of `streams`, None for drafts that need none.
+            settings: of the draft layers.
         """
-        self.window = config.sliding_window
-        paged = PagedCaches(
-            config,
-            max_batch_size=max_batch_size,
-            max_seq_len=self.window + step_tokens,
-            max_step_tokens=step_tokens,
-            cache_format=cache_format,
-            device=device,
-        )
+        self.window, self.settings = config.sliding_window, settings
+        rows = {"max_batch_size": max_batch_size, "max_seq_len": self.window + step_tokens}
+        with torch.inference_mode(False):  # later calls write the caches in any mode
+            paged = PagedCaches(config, **rows, max_step_tokens=step_tokens, cache_format=cache_format, device=device)
+            self.streams: Tensor | None = None
+            if streams is not None:
+                width, dtype = streams
+                self.streams = torch.zeros(max_batch_size + 1, width, dtype=dtype, device=device)
         self.max_batch_size = paged.max_batch_size
         self.layers: list[LayerCache] = paged.layers
         self.ring = self.layers[0].window.shape[0] // max_batch_size * WINDOW_BLOCK
-        self.streams: Tensor | None = None
-        if streams is not None:
-            width, dtype = streams
-            self.streams = torch.zeros(max_batch_size + 1, width, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +17,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..._compat import maybe_mark_dynamic
 from ...errors import check, error, fail
+from ...reference.drafts.distributions import NO_TOKEN
 from ...runtime.drafting import DraftStatistics
 from .._compat import mask_columns, padding_of, sampling_of
-from .cache import CACHE_NAME, CacheHandle, PagedCache
+from .cache import CACHE_NAME, RESIZE, CacheHandle, PagedCache
 from .call_checks import held_by
 from .call_results import RECORDED
 from .draft_steps import PrefillStep, VerifyStep
@@ -30,6 +30,9 @@ from .token_inputs import mark_dynamic_tokens
 _log = logging.getLogger("dsv4_compile.hf")
 OPTION = "drafts"
 """Argument of `generate` and attribute of a generation configuration: False generates without drafts."""
+
+STEPS, TOLD, COMPILED = "dsv4_draft_steps", "_dsv4_told", "dsv4_compile"
+"""Attributes of a language model: `DraftSteps`, reasons that were logged, and the arguments of `compile`."""
 
 
 class DraftSteps:
@@ -68,12 +71,12 @@ class GeneratesWithDrafts:
         """Compile in place as `nn.Module.compile`, steps with drafts at their first call too."""
         inherited: Any = super()
         inherited.compile(*args, **kwargs)
-        self.__dict__["dsv4_compile"] = args, kwargs
+        self.__dict__[COMPILED] = args, kwargs
 
     @property
     def draft_statistics(self) -> DraftStatistics | None:
         """Acceptance by position and tokens a step of the last `generate`, None if it ran without drafts."""
-        steps = self.__dict__.get("dsv4_draft_steps")
+        steps = self.__dict__.get(STEPS)
         return None if steps is None else steps.statistics
 
     def _sample(
@@ -89,7 +92,7 @@ class GeneratesWithDrafts:
         """Generate with drafts, or as transformers does, which the log explains once if the model has drafts."""
         inherited: Any = super()
         arguments = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
-        steps = self.__dict__.get("dsv4_draft_steps")
+        steps = self.__dict__.get(STEPS)
         if steps is not None:
             steps.statistics = None
         if self._is_drafted(input_ids, logits_processor, generation_config, synced_gpus, model_kwargs):
@@ -103,14 +106,19 @@ class GeneratesWithDrafts:
         """Return whether a call uses drafts. Raises E208 for drafts=True without drafts."""
         generation = current()
         asked = getattr(config, OPTION, None) if generation is None or generation.drafts is None else generation.drafts
-        check(asked in (None, False, True), "E208", got=f"drafts={asked!r}", fix="pass drafts=True or drafts=False")
+        check(
+            asked is None or type(asked) is bool,
+            "E208",
+            got=f"drafts={asked!r}",
+            fix="pass drafts=True or drafts=False",
+        )
         if self.dsv4_drafts is None and asked:
             fail("E208", got="drafts=True for a model without drafts", fix='load a folder with drafts, drafts="auto"')
         if self.dsv4_drafts is None or asked is False:
             return False
         held = held_by(self.model, model_kwargs[CACHE_NAME])
         why = _why_plain(self, ids, processors, config, synced_gpus, model_kwargs, held)
-        told: set[str] = self.__dict__.setdefault("_dsv4_told", set())
+        told: set[str] = self.__dict__.setdefault(TOLD, set())
         if why and why not in told:
             told.add(why)
             _log.warning("generate() runs without drafts: %s", why)
@@ -177,7 +185,7 @@ class _Call:
     @torch.no_grad()
     def generate(self, input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
         """Return what transformers' loop returns for a prompt `[B, S]`."""
-        handle = kwargs[CACHE_NAME]
+        handle, input_ids = kwargs[CACHE_NAME], input_ids.long()
         self.model.dsv4_drafts.adopt()
         self.held = held = held_by(self.model.model, handle)
         self.handle, self.ids, self.prompt = handle, input_ids, input_ids.shape[1]
@@ -192,8 +200,9 @@ class _Call:
         self.requests["limits"] = torch.full((rows,), self.limit, device=device)
         if rows > 1:
             self.requests = {name: _dynamic(tensor) for name, tensor in self.requests.items()}
-        if held.draft_caches is None:
-            held.draft_caches = self.model.dsv4_drafts.new_caches(held.paged.max_batch_size)
+        source, caches = self.model.dsv4_drafts, held.draft_caches
+        if caches is None or getattr(caches, "settings", None) != getattr(source, "settings", None):
+            held.draft_caches = source.new_caches(held.paged.max_batch_size)
         private = isinstance(handle, CacheHandle) and handle.holder is current()
         self.outlives = self.config.return_dict_in_generate or not private
 
@@ -206,10 +215,18 @@ class _Call:
         self.base = held.appended - input_ids.shape[1]  # columns of the cache before those of `ids`
         lengths, tokens = held.seq_lens[:rows].tolist(), first.tolist()
         self.rows = [_Row(length, length, deque([token])) for length, token in zip(lengths, tokens, strict=True)]
-        self._check(tokens)
         ids = torch.cat((first[:, None], drafts), 1).clamp_min(0)
-        while not self._emit():
-            ids, drafts, logits = self._verify(ids, drafts, logits)
+        try:
+            while not self._emit():
+                ids, drafts, logits = self._verify(ids, drafts, logits)
+        except BaseException:  # of a streamer or a criterion, for example
+            if self.outlives and not held.interrupted:
+                try:
+                    self._settle()
+                except BaseException:
+                    held.interrupted = True
+                    raise
+            raise
         if self.outlives:
             self._settle()
         if self.streamer is not None:
@@ -246,6 +263,9 @@ class _Call:
             produced = self.ids.shape[1] + len(row.waiting)
             # Rows keep together where the cache will be read again: it can be cut to where the last step began.
             goes_on = row.end is None and produced < most and not (self.outlives and row.waiting)
+            has_room = not goes_on or bool(row.waiting) or row.cached < self.limit
+            got = f"a row of {row.cached} tokens that no criterion has ended"
+            check(has_room, "E204", got=got, why=f"the cache takes {self.limit} tokens of a sequence", fix=RESIZE)
             widths.append(min(width, self.limit - row.cached) if goes_on else 0)
         room = torch.tensor(widths, device="cpu")[:, None] > torch.arange(width, device="cpu")
         tensors = {"input_ids": ids, "attention_mask": room.to(ids.device), "drafts": drafts, "draft_logits": logits}
@@ -256,19 +276,21 @@ class _Call:
                 row.cached += new
                 row.waiting.extend(tokens[:new])
                 self.accepted[new - 1] += 1
-                self._check(tokens[:new])
         # A bound on the columns of tokens; the step has appended columns of rejected drafts too.
         self.held.appended = self.held.drafted = self.base + self.ids.shape[1] + max(len(r.waiting) for r in self.rows)
         return results[1], results[2], results[3]
 
-    def _check(self, tokens: Sequence[int]) -> None:
-        if min(tokens) < 0:
+    def _check(self, token: int) -> None:
+        if token == NO_TOKEN:
             fix = "look for NaN and infinity in the weights that its tokens reach, embeddings first"
             raise error("E211", got=f"logits of NaN or infinity after {self.ids.shape[1]} columns", fix=fix)
 
     def _emit(self) -> bool:
         """Emit every column that all rows have a token for; return whether all rows have ended."""
         while all(row.end is not None or row.waiting for row in self.rows):
+            for row in self.rows:
+                if row.end is None:
+                    self._check(row.waiting[0])
             tokens = [row.waiting.popleft() if row.end is None else self.pad for row in self.rows]
             column = torch.tensor(tokens, device=self.ids.device)
             self.ids = torch.cat((self.ids, column[:, None]), dim=-1)
@@ -309,8 +331,8 @@ def _dynamic(tensor: Tensor) -> Tensor:
 
 def _steps_of(model: Any) -> DraftSteps:
     """Return the steps of a model, made anew if its drafts or its compilation have changed."""
-    arguments = model.__dict__.get("dsv4_compile") if model._compiled_call_impl is not None else None
-    steps: DraftSteps | None = model.__dict__.get("dsv4_draft_steps")
+    arguments = model.__dict__.get(COMPILED) if model._compiled_call_impl is not None else None
+    steps: DraftSteps | None = model.__dict__.get(STEPS)
     if steps is None or steps.source is not model.dsv4_drafts or steps.arguments is not arguments:
-        steps = model.__dict__["dsv4_draft_steps"] = DraftSteps(model, arguments)
+        steps = model.__dict__[STEPS] = DraftSteps(model, arguments)
     return steps

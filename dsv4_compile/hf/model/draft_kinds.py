@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ...errors import check
 from ...metadata import AttentionMetadata
 from ...reference.hyper_connections.mhc_pre import stream_mix
 from .draft_caches import DraftCaches
@@ -34,6 +35,13 @@ class DSparkDrafts(DraftModel):
         self.markov_w1 = nn.Parameter(torch.empty(vocabulary, rank), requires_grad=False)
         self.markov_w2 = nn.Parameter(torch.empty(vocabulary, rank), requires_grad=False)
         self.confidence_proj = nn.Parameter(torch.empty(1, size + rank), requires_grad=False)
+
+    def adopt(self) -> None:
+        """Run with the parameters that modules have now. Raises E208 also for a vocabulary that has been resized."""
+        super().adopt()
+        tokens, ours = self.target.get_output_embeddings().weight.shape[0], self.markov_w1.shape[0]
+        why, fix = f"the DSpark layers draft {ours}", "call generate(drafts=False), or convert without the draft layers"
+        check(tokens == ours, "E208", got=f"a head of {tokens} tokens", why=why, fix=fix)
 
     def inject(
         self,
@@ -174,7 +182,8 @@ class MtpDrafts(DraftModel):
         y, _, _ = _ops.mhc_pre(self._pairs(streams, next_tokens), *mix_of(layer.attn_hc, layer.input_layernorm))
         self._insert(0, y, slots, metadata.positions, caches)
         assert caches.streams is not None
-        caches.streams.index_copy_(0, torch.where(last, metadata.token_to_req.long(), caches.max_batch_size), taps)
+        place = torch.where(last, metadata.token_to_req.long(), caches.max_batch_size)
+        caches.streams.index_copy_(0, place, taps.to(caches.streams.dtype))  # the model may have been cast since
 
     def propose(
         self,
@@ -190,6 +199,7 @@ class MtpDrafts(DraftModel):
         assert caches.streams is not None
         requests, keep = requests_of(caches, anchors, requests), (anchors >= 0) & (lengths > 0)
         streams = caches.streams[requests].unflatten(1, (self.config.hc_mult, -1))
+        streams = streams.to(self.target.model.embed_tokens.weight.dtype)
         token, lengths = torch.where(keep, anchors, -1), lengths.long()
         drafts, logits = [], []
         for number in range(self.num_drafts):

@@ -151,6 +151,7 @@ class DraftModel(nn.Module):
             step_tokens=self.settings.step_tokens,
             device=device,
             streams=streams,
+            settings=self.settings,
         )
 
     def new_caches(self, max_batch_size: int | None = None) -> DraftCaches:
