@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from .errors import check, fail
 
@@ -16,10 +17,26 @@ MOST = 2**31 - 256
 _GIGA = 10**9
 
 
+class _TensorsUnread(TorchFunctionMode):
+    """Describes the tensors of a GPU, since printing their elements would wait for it, and invalidate a capture."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("__repr__", "__format__") and args[0].device.type != "cpu":
+            tensor = args[0]
+            return f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        return func(*args, **(kwargs or {}))
+
+
 def shown(value: object) -> str:
-    """Return a short text of any value for a message; values are named by type if their `repr` fails."""
+    """Return a short text of any value for a message; values are named by type if their `repr` fails.
+
+    A tensor of a GPU, also one in a list, a dict or a dataclass, is described by dtype, shape and device, and not read.
+    """
     try:
-        text = repr(value)
+        with _TensorsUnread():
+            text = repr(value)
     except Exception:  # of an integer of too many digits, or of a class from elsewhere
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

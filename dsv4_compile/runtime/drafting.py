@@ -316,12 +316,12 @@ class Drafting:
         """Accept, record, draft, and advance the batch, by the target's logits or `(logits, taps)`."""
         logits, taps = (*outputs, None)[:2] if isinstance(outputs, (tuple, list)) else (outputs, None)
         width, buffers = self.count + 1, self._buffers
-        check(
-            isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[0] >= num_reqs * width,
-            "E201",
-            got=f"a step that returns {shown(outputs)} for {num_reqs} requests",
-            rule=f"a step with drafts returns logits [R * {width}, vocabulary], or these and its taps",
-        )
+        if not (isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[0] >= num_reqs * width):
+            fail(
+                "E201",
+                got=f"a step that returns {shown(outputs)} for {num_reqs} requests",
+                rule=f"a step with drafts returns logits [R * {width}, vocabulary], or these and its taps",
+            )
         lens = buffers.tensors["seq_lens"][:num_reqs].long()
         active = lens >= width
         step = Verify(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4_compile import DecodeRunner, DeepseekV4Attention, DeepseekV4Config, DSV4Error, hf, sizes
 from dsv4_compile.cache import CacheFormat, PagedCaches
@@ -45,6 +47,30 @@ TAKE_SIZES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "buckets": (padded_buckets, ("max_tokens",)),
     "buckets of a runner": (lambda size: runner(buckets=(size,)), ("size",)),
 }
+
+
+@dataclass
+class Holder:
+    held: Any
+
+
+@pytest.mark.parametrize("hold", [lambda x: x, lambda x: [1, x], lambda x: {"x": x}, Holder, lambda x: f"<{x}>"])
+def test_the_text_of_a_value_reads_no_tensor_of_a_gpu(
+    hold: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading one waits for the GPU, and invalidates a capture."""
+
+    class Written:
+        def __repr__(self) -> str:
+            return str(hold(x))
+
+    with FakeTensorMode():
+        x = torch.empty(3, 4, device="cuda")
+    monkeypatch.setattr(type(x), "__repr__", torch.Tensor.__repr__)
+    monkeypatch.setattr(torch._tensor_str, "_str", lambda *_, **__: pytest.fail("the tensor is read"))
+    assert "FakeTensor torch.float32 [3, 4] on cuda:0" in sizes.shown(Written())
+    monkeypatch.undo()
+    assert sizes.shown(torch.tensor([1, 2])) == "tensor([1, 2])"
 
 
 @pytest.mark.parametrize("what", TAKE_SIZES)

@@ -137,6 +137,20 @@ def test_a_run_with_drafts_decodes_the_text_of_plain_decode(
     assert runner.statistics.replays == 10 and runner.statistics.uncaptured == 0
 
 
+def test_no_step_makes_a_text_of_a_tensor(
+    target: Target, truth: tuple[Tensor, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the text waits for it, and invalidates a capture without an error where its failure is caught."""
+    texts, _ = truth
+    written: list[str] = []
+    monkeypatch.setattr(Tensor, "__repr__", lambda self, **_: written.append("a text") or "a tensor")
+    runner = target.runner(new_caches(), SOURCES["a pattern"](texts))
+    del written[:]  # of the runner's arguments
+    runner._run_of(runner.buckets.sizes[0])()
+    runner.run(2, num_reqs=3)
+    assert not written
+
+
 def test_statistics_name_acceptance_by_position() -> None:
     statistics = DraftStatistics((2, 1, 1))
     assert (statistics.steps, statistics.tokens, statistics.tokens_per_step) == (4, 7, 1.75)
