@@ -18,6 +18,7 @@ import torch
 from .._compat import TorchDispatchMode, pytree, without_cudagraph_trees
 from ..errors import GraphError, check, error, fail, warn
 from ..metadata.fixed import AtFixedAddresses
+from .capture_status import without_collections
 
 Call = Callable[[], Any]
 SEGMENT_BYTES = 2 << 20
@@ -26,6 +27,11 @@ _TOLERANCE = 1.2
 _capturing: ContextVar[str] = ContextVar("dsv4_capturing", default="")
 
 _CAUSES = (
+    (
+        ("previous error during capture", "captureinvalidated", "invalidated"),
+        "a call before it is forbidden during a capture, and its error was caught or ran outside of torch's dispatcher",
+        "look there for what reads the device, as the text of a tensor does, waits for it or frees its memory",
+    ),
     (
         ("legacy stream", "unjoined", "isolation", "capturing stream", "wrong thread"),
         "work was launched on a stream that the capture does not cover, or that did not join it again",
@@ -141,14 +147,14 @@ class Graphs(Protocol):
 
 @contextmanager
 def capture_scope(what: str) -> Iterator[None]:
-    """Mark the block as the capture of `what`. Raise E424 inside an outer capture."""
+    """Mark the block as the capture of `what`, and collect no garbage in it. Raise E424 inside an outer capture."""
     outer = _capturing.get()
     if not outer and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         outer = "the current stream, which other code started"
     check(not outer, "E424", got=f"the capture of {what} inside the capture of {outer}")
     token = _capturing.set(what)
     try:
-        with without_cudagraph_trees(lambda: check_not_capturing("Inductor's CUDA graphs")):
+        with without_collections(), without_cudagraph_trees(lambda: check_not_capturing("Inductor's CUDA graphs")):
             yield
     finally:
         _capturing.reset(token)
@@ -172,11 +178,15 @@ def tensor_bytes(tree: Any) -> int:
     return total
 
 
-def explain_failure(fault: BaseException, what: str) -> GraphError:
-    """Build the E422 for an error of torch or CUDA during the capture of `what`, with the broken rule and the fix."""
+def explain_failure(fault: BaseException, what: str, events: str = "") -> GraphError:
+    """Build the E422 for an error of torch or CUDA during the capture of `what`, with the broken rule and the fix.
+
+    `events` says what happened on the host during the capture.
+    """
     text = str(fault).strip() or type(fault).__name__
     known = next((cause for cause in _CAUSES if any(word in text.lower() for word in cause[0])), None)
     why, fix = known[1:] if known else ("", "")
+    why = "; ".join(part for part in (why, events) if part)
     built = error("E422", got=f"{what}: {text.splitlines()[0]}", why=why, fix=fix)
     assert isinstance(built, GraphError)
     return built

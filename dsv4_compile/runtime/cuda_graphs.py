@@ -16,6 +16,7 @@ from .._compat import OpOverload, pytree, recover_from_failed_capture
 from ..errors import GraphError, check, fail
 from ..layout import align_up
 from ..metadata.fixed import AtFixedAddresses
+from .capture_status import HostEvents, is_invalidated
 from .captures import (
     SEGMENT_BYTES,
     Call,
@@ -96,12 +97,13 @@ class CudaGraphs(AtFixedAddresses):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                try:
-                    outputs, groups = self._record(graph, call, what)
-                except GraphError:
-                    raise
-                except RuntimeError as fault:
-                    raise explain_failure(fault, what) from fault
+                with HostEvents() as events:
+                    try:
+                        outputs, groups = self._record(graph, call, what, events)
+                    except GraphError:
+                        raise
+                    except RuntimeError as fault:
+                        raise explain_failure(fault, what, str(events)) from fault
             torch.cuda.current_stream().wait_stream(self._stream)
         empty = False
         for warning in caught:
@@ -111,7 +113,9 @@ class CudaGraphs(AtFixedAddresses):
         check(not empty, "E423", got=f"{what} launched nothing on {self.device}")
         return Capture(outputs, replay_of(graph, groups, what), what)
 
-    def _record(self, graph: torch.cuda.CUDAGraph, call: Call, what: str) -> tuple[Any, frozenset[str]]:
+    def _record(
+        self, graph: torch.cuda.CUDAGraph, call: Call, what: str, events: HostEvents
+    ) -> tuple[Any, frozenset[str]]:
         """Return the result of `call`, and the process groups that it communicates with."""
         another = self._another()  # held until this capture holds the pool too
         if another is None and self._begun:
@@ -122,7 +126,7 @@ class CudaGraphs(AtFixedAddresses):
         except RuntimeError:
             self._recover(graph)
             raise
-        mode = CheckCaptureStream(what, self.device.type)
+        mode = CheckCaptureStream(what, self.device.type, events)
         try:
             with mode:  # not around capture_begin, which seeds generators
                 outputs = call()
@@ -182,13 +186,16 @@ class CheckCaptureStream(TransparentMode):
     CUDA records what reaches the capturing stream and the streams that wait for it. A kernel on any other stream runs
     once, at capture time, and every replay reads its old result. CUDA reports no error for that.
 
+    E422 names the ops too between which the capture became invalid: a caught error leaves no other trace.
+
     Attributes:
         groups: names of the process groups that the ops communicated with.
     """
 
-    def __init__(self, what: str, device_type: str) -> None:
+    def __init__(self, what: str, device_type: str, events: HostEvents | None = None) -> None:
         super().__init__()
         self._what, self._device_type = what, device_type
+        self._events = HostEvents() if events is None else events
         self.groups: set[str] = set()
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -204,7 +211,15 @@ class CheckCaptureStream(TransparentMode):
                 fix="launch on torch.cuda.current_stream(); fork a stream with wait_stream and join it before the step "
                 "returns",
             )
-        return func(*args, **kwargs)
+        self._check_valid(f"before {func}")
+        out = func(*args, **kwargs)
+        self._check_valid(f"by {func}")
+        self._events.last = str(func)
+        return out
+
+    def _check_valid(self, when: str) -> None:
+        if is_invalidated():
+            raise explain_failure(RuntimeError(f"the capture was invalidated {when}"), self._what, str(self._events))
 
     def _launches(self, func: OpOverload, args: Any, kwargs: Any) -> bool:
         """Return whether `func` launches work on the device; views do not."""

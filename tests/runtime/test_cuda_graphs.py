@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from dsv4_compile.errors import GraphError
-from dsv4_compile.runtime import Footprint, cuda_graphs
+from dsv4_compile.errors import GraphError, fail
+from dsv4_compile.runtime import Footprint, capture_status, cuda_graphs
+from dsv4_compile.runtime.capture_status import is_invalidated
 from dsv4_compile.runtime.cuda_graphs import CheckCaptureStream, CudaGraphs
 
 POOL, OWN_POOL = (0, 7), (3, 0)
@@ -270,6 +271,72 @@ def test_an_op_on_a_stream_that_is_not_captured_raises(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with CheckCaptureStream("a step", "cpu"):
         step(x)
+
+
+PREVIOUS = "CUDA error: operation failed due to a previous error during capture"
+
+
+@pytest.mark.parametrize(
+    ("valid", "named"),
+    [(2, "before aten.mul.Tensor"), (3, "by aten.mul.Tensor"), (9, PREVIOUS)],
+    ids=["between ops", "in an op", "at a launch that torch does not dispatch"],
+)
+def test_the_error_of_an_invalidated_capture_names_the_last_valid_op(
+    valid: int, named: str, cuda: Calls, pool: CudaGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA reports it at the next launch, which is innocent, once the error of the forbidden call is caught."""
+    x = torch.ones(4)
+    answers = iter([False] * valid + [True])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(cuda_graphs, "is_invalidated", lambda: next(answers))
+
+    def step() -> Any:
+        y = x.add(1)
+        if named != PREVIOUS:
+            return y.mul(3)
+        raise RuntimeError(f"Triton Error [CUDA]: {PREVIOUS}")
+
+    with pytest.raises(GraphError) as caught:
+        pool.capture(step, "a step")
+    assert caught.value.code == "E422" and named in caught.value.got
+    assert "the last op that ended in the valid capture is aten.add.Tensor" in caught.value.why
+    assert "its error was caught" in caught.value.why
+    assert cuda.names[-1] == "end"
+
+
+def test_the_error_of_a_capture_names_collections_and_compilations(
+    cuda: Calls, pool: CudaGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = iter([4, 6, 6, 6])
+    monkeypatch.setattr(capture_status, "_compiled_graphs", lambda: next(compiled))
+
+    def step() -> None:
+        gc.collect()
+        raise RuntimeError(PREVIOUS)
+
+    before = list(gc.callbacks)
+    with pytest.raises(GraphError, match=r"garbage was collected.*2 graphs were compiled"):
+        pool.capture(step, "a step")
+    with pytest.raises(GraphError) as caught:
+        pool.capture(lambda: fail("E422", got="else"), "a step")
+    assert "garbage" not in str(caught.value)
+    assert gc.callbacks == before
+
+
+def test_the_driver_says_whether_a_capture_is_invalidated(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([(0, 0), (0, 1), (0, 2), (999, 2)])
+
+    def ask(stream: Any, status: Any) -> int:
+        assert stream.value == 77
+        result, status._obj.value = next(answers)
+        return result
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(capture_status, "_driver", lambda: SimpleNamespace(cuStreamIsCapturing=ask))
+    assert [is_invalidated() for _ in range(4)] == [False, False, True, False]
+    monkeypatch.setattr(capture_status, "_driver", lambda: None)
+    assert not is_invalidated()
 
 
 def test_an_error_of_the_step_itself_is_passed_on(cuda: Calls, pool: CudaGraphs) -> None:
