@@ -237,7 +237,7 @@ class Drafting:
         self._tokens, self._num_new = ints(rows, width), ints(rows, dtype=torch.int32)
         self.chosen, self.kept = ints(max_steps, rows, width), ints(max_steps, rows, dtype=torch.int32)
         self._step = ints(1)
-        self._kinds = torch.arange(width, device=device)
+        self._kinds = torch.arange(1, width + 1, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors at fixed addresses by name."""
@@ -329,14 +329,14 @@ class Drafting:
             None if self.draft_logits is None else self.draft_logits[:num_reqs],
             self.numbers[:num_reqs],
             self.seeds[:num_reqs],
-            torch.where(active, lens - width, 0),
+            (lens - width).clamp_min(0),
             buffers.tensors["reserved"][:num_reqs],
             active,
         )
         metadata = buffers.metadata(num_reqs * width)
         follow = getattr(self.source, "accept_and_draft", None) or partial(accept_and_draft, self.source)
         done = follow(self.caches, logits[: num_reqs * width], taps, metadata, step)
-        self.accepted.add_((done.num_new[:, None] == self._kinds + 1).sum(0))
+        self.accepted.add_((done.num_new[:, None] == self._kinds).sum(0))
         self._num_new[:num_reqs].copy_(done.num_new)
         self._tokens[:num_reqs].copy_(done.tokens)
         self._put(num_reqs, done.drafts, done.draft_logits, active)
@@ -348,7 +348,7 @@ class Drafting:
     def _put(self, rows: int, drafts: Tensor, logits: Tensor | None, drafted: Tensor) -> None:
         """Keep the drafts of the requests that have new ones, bool `[rows]`."""
         old = self.drafts[:rows]
-        old.copy_(torch.where(drafted[:, None], drafts, old))
+        torch.where(drafted[:, None], drafts.to(old.dtype), old, out=old)
         if logits is None:
             return
         if self.draft_logits is None:  # in a warm-up, before anything is captured
@@ -356,7 +356,7 @@ class Drafting:
             check_memory("logits of drafts", 4 * shape[0] * shape[1] * shape[2], logits.device)
             self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=logits.device)
         old_logits = self.draft_logits[:rows]
-        old_logits.copy_(torch.where(drafted[:, None, None], logits, old_logits))
+        torch.where(drafted[:, None, None], logits.to(old_logits.dtype), old_logits, out=old_logits)
 
     def result(self, steps: int, num_reqs: int) -> tuple[Tensor, Tensor]:
         """Return tokens int64 `[steps, num_reqs, N + 1]` and the numbers kept, int32 `[steps, num_reqs]`."""
