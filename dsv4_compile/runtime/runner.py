@@ -167,6 +167,8 @@ class DecodeRunner(AtFixedAddresses):
             footprints: dict[int, Footprint] = {}
             runs: list[Footprint] = []
             with suspended(), no_requests(self.buffers), progress.stage("warm up", total=len(self.buckets)) as work:
+                if self.drafting is not None:  # first: steps compile once more where no logits of drafts are kept yet
+                    self.graphs.warm_up(self._draft_call())
                 for size in self.buckets:
                     work.note(f"{size} tokens")
                     call_of = self._call_of if self.drafting is None else self._run_of
@@ -178,7 +180,6 @@ class DecodeRunner(AtFixedAddresses):
                         runs.append(self.graphs.measure(self._run_of(size)))
                     work.advance()
                 if self.drafting is not None:
-                    self.graphs.warm_up(self._draft_call())
                     runs.append(self.graphs.measure(self._draft_call()))
             graphs = self.graphs.predict([*footprints.values(), *runs])
             self._plan = MemoryPlan(self._addresses.nbytes, footprints, graphs)

@@ -17,6 +17,7 @@ from dsv4_compile.cache import PagedCaches
 from dsv4_compile.errors import DSV4Error
 from dsv4_compile.metadata import MetadataBuffers
 from dsv4_compile.runtime import DecodeRunner, DraftStatistics
+from dsv4_compile.runtime.drafting import accept_and_draft
 from tests.runtime.engine import CONFIG, MAX_SEQ_LEN, REQUESTS, ROWS, SMALL, Stack, new_caches
 from tests.support.draft_sources import Arbitrary, Biased, Forced, Source, Wrong
 from tests.support.live_rows import live_rows, poison, set_rows
@@ -298,6 +299,19 @@ def test_a_request_stops_where_its_next_drafts_have_no_room(target: Target, trut
     overflow = runner.buffers.tensors["overflow"].tolist()[:2]
     assert overflow == [20 + len(new[0]), 0] and 34 < overflow[0] <= 40
     assert counts[-1].tolist()[0] == 0
+
+
+def test_every_step_verifies_with_logits_of_drafts_if_there_are_any(target: Target) -> None:
+    """The first steps too, or what follows the logits of a step is compiled once for steps without them."""
+
+    class Noted(Biased):
+        def accept_and_draft(self, *args: Any) -> Any:
+            kept.append(args[-1].draft_logits is not None)
+            return accept_and_draft(self, *args)
+
+    kept: list[bool] = []
+    target.runner(new_caches(), Noted(COUNT, VOCAB), buckets=[COUNT + 1])
+    assert kept == [True] * 4
 
 
 def test_a_request_samples_alike_in_any_row_and_company(target: Target, truth: tuple[Tensor, Any]) -> None:

@@ -102,10 +102,10 @@ class RunningDrafts:
     def compile(self) -> None:
         """Run a step of padding alone of each graph, and the drafts of new requests."""
         with no_requests(self.buffers):
+            self.drafting.draft()  # first: steps compile once more where no logits of drafts are kept yet
             for size in self._buckets.sizes[:2]:
                 self.drafting.begin()
                 self.drafting.finish_step(self._calls[size](), size // self.width)
-            self.drafting.draft()
 
     def has_room(self, progress: Progress) -> bool:
         """Return whether the slot of a request has room for all tokens of a step."""
