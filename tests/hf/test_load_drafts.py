@@ -16,6 +16,7 @@ from dsv4_compile import DSV4Error, hf
 from dsv4_compile.checkpoints.reader import Reader
 from dsv4_compile.hf.loading import load as load_module
 from dsv4_compile.hf.loading.checkpoint import read_checkpoint
+from dsv4_compile.hf.loading.draft_placement import loads_drafts
 from dsv4_compile.hf.loading.folder_report import rows
 from dsv4_compile.hf.loading.placement import place
 from dsv4_compile.modules.linear import Fp8Linear
@@ -226,6 +227,12 @@ def test_a_folder_without_drafts_says_so_where_they_are_asked_for(tmp_path: Path
     for wrong in ("yes", True, None):
         with pytest.raises(DSV4Error, match="E201"):
             load(folder, drafts=wrong)
+
+
+def test_drafts_are_loaded_to_a_gpu_only_where_they_are_asked_for() -> None:
+    modes = [(mode, device) for mode in ("auto", "on", "off") for device in ("cpu", "cuda")]
+    loaded = [(mode, device) for mode, device in modes if loads_drafts(mode, torch.device(device))]
+    assert loaded == [("auto", "cpu"), ("on", "cpu"), ("on", "cuda")]
 
 
 def test_how_many_tokens_are_drafted(dspark: Any, mtp: Any) -> None:

@@ -33,7 +33,7 @@ from ..model.convert import convert
 from ..model.draft_settings import check_step
 from ..model.split import check_splittable, on_all_ranks
 from .checkpoint import Checkpoint, Problems, read_checkpoint
-from .draft_placement import cache_bytes, describe_drafts, place_drafts, without_drafts
+from .draft_placement import NOT_ON_A_GPU, cache_bytes, describe_drafts, loads_drafts, place_drafts, without_drafts
 from .fill import fill
 from .folder_config import generation_config
 from .placement import Placement, hf, place, targets
@@ -84,8 +84,9 @@ def load(
         max_batch_size, max_seq_len, kv_cache_dtype, indexer_cache_dtype, hadamard, max_step_tokens, attention_only:
             see `convert`.
         mesh, expert_layout, collectives, rank_timeout: see `convert`. A rank reads and allocates its part alone.
-        drafts: "auto" loads draft layers (`mtp.*`) where the folder has them, as `model.dsv4_drafts`; "on" raises E209
-            for a folder without; "off" leaves them out.
+        drafts: draft layers (`mtp.*`), which become `model.dsv4_drafts`. "on" loads them and raises E209 for a folder
+            without; "off" leaves them out; "auto" loads those of a folder on a CPU, and leaves them out on a GPU, where
+            steps with drafts are not proven yet.
         num_drafts: tokens that MTP layers draft in a step, 1 to 3 (None = 1). DSpark layers have a fixed number.
         compiled, compiled_digest, compiled_required: path, digest and required of `use_compiled`: a folder that
             `dsv4 build` or `save_compiled` wrote, whose code the model starts from. It is code, so none is looked for
@@ -124,7 +125,7 @@ def load(
     draft_placement = None
     try:
         placement = place(checkpoint, dtype=dtype, dequantize=dequantize)
-        if drafts != "off":
+        if loads_drafts(drafts, place_on):
             draft_placement = place_drafts(checkpoint, placement, dequantize=dequantize, num_drafts=num_drafts)
     except DSV4Error as fault:
         if fault.code == "E207":  # missing layers or experts: files that are missing or damaged explain it
@@ -148,7 +149,8 @@ def load(
     weights = sum(each.nbytes() for each in placements)
     check_memory(checkpoint.folder, place_on, weights, one * sizes["max_batch_size"])
     if checkpoint.drafts and draft_placement is None:
-        _log.warning("%s: draft layers are not loaded, %s", checkpoint.folder, describe_drafts(checkpoint))
+        reason = "" if drafts == "off" else f"; {NOT_ON_A_GPU}"
+        _log.warning("%s: draft layers are not loaded, %s%s", checkpoint.folder, describe_drafts(checkpoint), reason)
     model = placement.model
     if placement.tied is not None:
         _check_tied(checkpoint, placement.tied)
