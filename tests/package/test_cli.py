@@ -26,7 +26,10 @@ def test_explain_prints_the_rule_the_fix_and_the_page(code: str, capsys: pytest.
     assert "## " not in out
 
 
-def test_explain_alone_lists_every_code_and_page(capsys: pytest.CaptureFixture[str], root: Path) -> None:
+def test_explain_alone_lists_every_code_and_page(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a row is a line
     assert cli.main(["explain"]) == 0
     docs = root / "dsv4_compile" / "docs"
     pages = [page.relative_to(docs).with_suffix("").as_posix() for page in docs.rglob("*.md")]

@@ -129,6 +129,7 @@ class DraftPlanner(Planner):
         return self.own.get(name) or draft_name(name, self.model.settings.stages)
 
     def problem(self, got: str, why: str = "", fix: str = "") -> None:
+        """Record a problem, with how to load the model without drafts."""
         super().problem(got, why, "; ".join(filter(None, (fix, WITHOUT))))
 
     def quantise_modules(self) -> None:

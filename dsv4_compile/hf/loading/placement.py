@@ -142,6 +142,7 @@ class Planner:
         self.used: set[str] = set()
 
     def problem(self, got: str, why: str = "", fix: str = "") -> None:
+        """Record a problem of the folder, which ends a load and which `dsv4 doctor` lists."""
         self.placement.problems.add("E207", got=got, why=why, fix=fix)
 
     def official(self, name: str) -> str:
