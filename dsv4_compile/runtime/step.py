@@ -92,13 +92,13 @@ class StepInputs(dict[str, Tensor]):
     """Persistent tensors `[>= capacity, ...]` by name, in the order of a step's arguments. E204 for too few rows."""
 
     def __init__(self, tensors: Mapping[str, Tensor], capacity: int) -> None:
-        check(
-            isinstance(tensors, Mapping) and all(isinstance(tensor, Tensor) for tensor in tensors.values()),
-            "E201",
-            got=f"inputs={shown(tensors)}",
-            rule="inputs are tensors by name",
-            fix='pass a dict such as {"hidden": hidden}',
-        )
+        if not (isinstance(tensors, Mapping) and all(isinstance(tensor, Tensor) for tensor in tensors.values())):
+            fail(
+                "E201",
+                got=f"inputs={shown(tensors)}",
+                rule="inputs are tensors by name",
+                fix='pass a dict such as {"hidden": hidden}',
+            )
         super().__init__(tensors)
         for name, tensor in self.items():
             check(

@@ -36,7 +36,7 @@ def _check(call: AdvanceArguments) -> None:
     if (call.drafts is None) != (call.query_len == 1):
         fail(
             "E201",
-            got=f"query_len={call.query_len}, drafts={call.drafts}",
+            got=f"query_len={call.query_len} with{'out' if call.drafts is None else ''} drafts",
             rule=f"{OP}: drafts come where query_len is above 1",
         )
     if call.drafts is not None:
