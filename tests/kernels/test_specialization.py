@@ -21,7 +21,10 @@ MODULES = (
     *("indexer.indexer_logits", "indexer.select_topk"),
 )
 
-WHOLE = {"advance", "batch_metadata", "copy_ragged_to_graph_buffers", "preprocess_insert", "preprocess_insert_quant"}
+WHOLE = {
+    *("advance", "batch_metadata", "copy_ragged_to_graph_buffers", "preprocess_insert", "preprocess_insert_quant"),
+    *("accept_drafts", "markov_drafts"),
+}
 """Ops that are given a step whole, in buffers that begin where memory does."""
 
 
