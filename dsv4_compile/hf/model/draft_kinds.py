@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...errors import check
 from ...metadata import AttentionMetadata
+from ...parallel import Ranks
 from ...reference.hyper_connections.mhc_pre import stream_mix
 from .draft_caches import DraftCaches
 from .draft_model import DraftModel, DraftNorm, DraftProjection, requests_of
@@ -39,7 +40,9 @@ class DSparkDrafts(DraftModel):
     def adopt(self) -> None:
         """Run with the parameters that modules have now. Raises E208 also for a vocabulary that has been resized."""
         super().adopt()
-        tokens, ours = self.target.get_output_embeddings().weight.shape[0], self.markov_w1.shape[0]
+        head, ours = self.target.get_output_embeddings(), self.markov_w1.shape[0]
+        ranks: Ranks | None = getattr(head, "ranks", None)
+        tokens = head.weight.shape[0] * (1 if ranks is None else ranks.size)
         why, fix = f"the DSpark layers draft {ours}", "call generate(drafts=False), or convert without the draft layers"
         check(tokens == ours, "E208", got=f"a head of {tokens} tokens", why=why, fix=fix)
 
