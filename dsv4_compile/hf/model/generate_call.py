@@ -30,8 +30,8 @@ _PLAIN += (GenerationConfig, PagedCache, CacheHandle, TextStreamer, TextIterator
 """Types of arguments of `generate` that bring no code of the caller."""
 CHUNKS_SKIP_CACHED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
 """Whether transformers passes only new tokens in chunks of a prompt whose first columns are cached."""
-_OF_COMPILE = ("forward", "_compiled_call_impl")
-"""Attributes with which torch.compile replaces what a module's class has."""
+_KNOWN = ("forward", "_compiled_call_impl", "dsv4_drafts")
+"""Attributes that torch.compile and `convert` set on a model; their code runs in a step, if at all."""
 
 
 class Generation:
@@ -121,7 +121,7 @@ def is_undisturbed(model: nn.Module, *arguments: Any) -> bool:
         model: a converted language model.
         arguments: positional arguments and keywords of `generate`.
     """
-    replaced = (name for name, value in vars(model).items() if callable(value) and name not in _OF_COMPILE)
+    replaced = (name for name, value in vars(model).items() if callable(value) and name not in _KNOWN)
     return type(model).__module__.startswith(f"{__package__}.") and _is_plain(arguments) and not any(replaced)
 
 
