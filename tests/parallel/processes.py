@@ -22,6 +22,7 @@ PRELOADED = (
     "dsv4_compile.hf.tiny",
     "tests.debug.rank_checks",
     "tests.parallel.checks",
+    "tests.parallel.draft_checks",
     "tests.parallel.ways",
     "tests.parallel.watched",
     "torch._inductor.compile_fx",
@@ -42,13 +43,10 @@ def rank_context() -> ForkServerContext:
 def run_on_ranks(size: int, checks: Sequence[Check], folder: Path) -> Outcomes:
     """Run each check, with the mesh of all ranks, on `size` ranks; return tracebacks by check and rank, "" if passed.
 
-    A check that a rank has not finished has the text "not finished" there. The checks are in one module.
+    A check that a rank has not finished has the text "not finished" there.
     """
-    module, context = checks[0].__module__, rank_context()
-    processes = [
-        context.Process(target=_rank, args=(rank, size, module, [check.__name__ for check in checks], str(folder)))
-        for rank in range(size)
-    ]
+    names, context = [(check.__module__, check.__name__) for check in checks], rank_context()
+    processes = [context.Process(target=_rank, args=(rank, size, names, str(folder))) for rank in range(size)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + 4 * TIMEOUT
@@ -62,13 +60,13 @@ def run_on_ranks(size: int, checks: Sequence[Check], folder: Path) -> Outcomes:
     return {check.__name__: [outcome.get(check.__name__, "not finished") for outcome in outcomes] for check in checks}
 
 
-def _rank(rank: int, size: int, module: str, names: Sequence[str], folder: str) -> None:
+def _rank(rank: int, size: int, names: Sequence[tuple[str, str]], folder: str) -> None:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
     from dsv4_compile.hf.tiny import quiet_libraries
 
-    checks = importlib.import_module(module)
+    checks = [getattr(importlib.import_module(module), name) for module, name in names]
     # A fork that looks through all modules for garbage copies their memory.
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
@@ -83,11 +81,11 @@ def _rank(rank: int, size: int, module: str, names: Sequence[str], folder: str) 
     )
     mesh = init_device_mesh("cpu", (size,))
     with (Path(folder) / str(rank)).open("w", buffering=1) as log:
-        for name in names:
+        for check in checks:
             torch.manual_seed(0)
             try:
-                getattr(checks, name)(mesh)
+                check(mesh)
                 text = ""
             except Exception:
                 text = traceback.format_exc()
-            log.write(json.dumps([name, text]) + "\n")
+            log.write(json.dumps([check.__name__, text]) + "\n")

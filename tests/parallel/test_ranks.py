@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel import checks
+from tests.parallel import checks, draft_checks
 from tests.parallel.processes import Outcomes, run_on_ranks
 
 EVERYWHERE = (
@@ -25,6 +25,11 @@ ON_TWO = (
     checks.an_engines_layer_is_split,
     checks.an_opaque_all_reduce_without_a_buffer_is_that_of_the_backend,
     checks.a_boundary_adds_up_the_parts_of_all_ranks,
+    draft_checks.drafts_give_the_text_of_one_process_without_them,
+    draft_checks.accepted_drafts_are_counted_alike_on_all_ranks,
+    draft_checks.samples_with_drafts_are_those_of_the_seed_of_rank_0,
+    draft_checks.equal_logits_of_two_ranks_choose_the_lowest_id,
+    draft_checks.ranks_whose_drafts_differ_are_told_so,
     checks.calls_of_a_model_over_symmetric_memory_are_watched,
     checks.compiled_graphs_neither_break_nor_recompile,
 )

@@ -28,8 +28,12 @@ def generation_facts(model: Any, config: GenerationConfig, arguments: Mapping[st
     """Return facts of a `generate` call: its options, each by its name, and its arguments."""
     facts = {name: value for name, value in arguments.items() if name not in FREE and not hasattr(config, name)}
     options = {name: value for name, value in config.to_dict().items() if value is not None}
-    facts = {**options, **facts, **settings(model)}
+    facts = {**options, **facts, **settings(model), "draft layers": _drafts(model.dsv4_drafts)}
     return {name: fact(value) for name, value in facts.items() if value is not None}
+
+
+def _drafts(source: Any) -> str | None:
+    return None if source is None else f"{type(source).__name__}, {source.num_drafts} in a step, {source.taps}"
 
 
 def settings(model: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from . import adapters, split
 from .arguments import check_flags
 from .cache import RESIZE, PagedCache, cache_like
 from .causal_lm import CompilableForCausalLM, hf
-from .convert_drafts import check_drafts, convert_drafts, revert_drafts
+from .convert_drafts import check_drafts, convert_drafts, draft_facts, revert_drafts
 from .convert_stack import check_stack, convert_stack, revert_stack
 from .draft_model import DraftModel
 from .token_buckets import COMPILED_AS
@@ -139,7 +139,7 @@ def convert(
     if ranks is not None:
         split.check_splittable(attention_only)
         ranks = split.with_collectives(ranks, collectives, device)
-        in_step = split.split(model, ranks, expert_layout, options)
+        in_step = split.split(model, ranks, expert_layout, {**options, **draft_facts(drafts, expert_layout)})
         config = attention_config(config, ranks, fp8=False)  # `split` has checked that blocks are whole
     cache_format = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=dtype, hadamard=hadamard)
     cache = PagedCache(

@@ -53,6 +53,18 @@ def check_drafts(drafts: Any, model: Any, max_step_tokens: int | None) -> None:
         drafts.model.__dict__["embed_tokens"] = None
 
 
+def draft_facts(drafts: DraftModel | None, expert_layout: str) -> dict[str, Any]:
+    """Return facts about draft layers that must be equal on all ranks of a mesh."""
+    if drafts is None:
+        return {"drafts": None}
+    whole = [each for name, each in drafts.named_parameters() if split_of(name, expert_layout) is None]
+    return {
+        "drafts": repr(drafts.settings),
+        "configuration of drafts": drafts.config.to_json_string(),
+        "bits of draft weights that all ranks have": agreement.digest(*whole),
+    }
+
+
 def convert_drafts(
     drafts: DraftModel,
     model: Any,
@@ -94,16 +106,9 @@ def convert_drafts(
 
 
 def _keep_part(drafts: DraftModel, ranks: Ranks, expert_layout: str) -> None:
-    """Keep this rank's part of the weights. Raises E701 if ranks do not divide them, E702 if ranks differ."""
+    """Keep this rank's part of the weights. Raises E701 if ranks do not divide them."""
     wanted = replace(ranks, symmetric=False), expert_layout
     part = drafts.__dict__.get("dsv4_part")
-    whole = [each for name, each in drafts.named_parameters() if split_of(name, expert_layout) is None]
-    facts = {
-        "drafts": repr(drafts.settings),
-        "configuration of drafts": drafts.config.to_json_string(),
-        "bits of draft weights that all ranks have": agreement.digest(*whole),
-    }
-    agreement.check_agree("convert", facts, ranks)
     if part is None:
         split.keep_part(drafts, ranks, expert_layout)
     else:

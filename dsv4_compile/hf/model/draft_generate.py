@@ -17,10 +17,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..._compat import maybe_mark_dynamic
 from ...errors import check, error, fail
+from ...parallel.agreement import digest, digest_in_order
 from ...reference.drafts.distributions import NO_TOKEN
 from ...runtime.drafting import DraftStatistics
 from .._compat import mask_columns, padding_of, sampling_of
-from .cache import CACHE_NAME, RESIZE, CacheHandle, PagedCache
+from .cache import CACHE_NAME, RESIZE, CacheHandle
 from .call_checks import held_by
 from .call_results import RECORDED
 from .draft_steps import PrefillStep, VerifyStep
@@ -95,15 +96,21 @@ class GeneratesWithDrafts:
         steps = self.__dict__.get(STEPS)
         if steps is not None:
             steps.statistics = None
-        if self._is_drafted(input_ids, logits_processor, generation_config, synced_gpus, model_kwargs):
-            call = _Call(self, logits_processor, stopping_criteria, generation_config, streamer)
-            return call.generate(input_ids, model_kwargs)
+        if self._may_draft(generation_config):
+            why = _why_plain(self, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
+            seeds = None
+            if not why:
+                call = _Call(self, logits_processor, stopping_criteria, generation_config, streamer)
+                seeds = call.draw_seeds(len(input_ids))
+            if self.model.dsv4_in_step is not None:
+                seeds = self.model.dsv4_in_step.agree({"runs without drafts": why}, seeds)[0]
+            if seeds is not None:
+                return call.generate(input_ids, seeds, model_kwargs)
+            self._tell(why)
         return inherited._sample(input_ids, logits_processor, stopping_criteria, generation_config, **arguments)
 
-    def _is_drafted(
-        self, ids: Tensor, processors: Any, config: Any, synced_gpus: bool, model_kwargs: dict[str, Any]
-    ) -> bool:
-        """Return whether a call uses drafts. Raises E208 for drafts=True without drafts."""
+    def _may_draft(self, config: Any) -> bool:
+        """Return whether the model has drafts that a call wants. Raises E208 for drafts=True without drafts."""
         generation = current()
         asked = getattr(config, OPTION, None) if generation is None or generation.drafts is None else generation.drafts
         check(
@@ -114,21 +121,19 @@ class GeneratesWithDrafts:
         )
         if self.dsv4_drafts is None and asked:
             fail("E208", got="drafts=True for a model without drafts", fix='load a folder with drafts, drafts="auto"')
-        if self.dsv4_drafts is None or asked is False:
-            return False
-        held = held_by(self.model, model_kwargs[CACHE_NAME])
-        why = _why_plain(self, ids, processors, config, synced_gpus, model_kwargs, held)
+        return self.dsv4_drafts is not None and asked is not False
+
+    def _tell(self, why: str) -> None:
+        """Log why a call runs without drafts, once."""
         told: set[str] = self.__dict__.setdefault(TOLD, set())
-        if why and why not in told:
+        if why not in told:
             told.add(why)
             _log.warning("generate() runs without drafts: %s", why)
-        return not why
 
 
-def _why_plain(
-    model: Any, ids: Tensor, processors: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any], held: PagedCache
-) -> str:
+def _why_plain(model: Any, ids: Tensor, processors: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any]) -> str:
     """Return why a call runs without drafts, or ""."""
+    held = held_by(model.model, kwargs[CACHE_NAME])
     if synced_gpus:
         return "synced_gpus runs ranks in lockstep"
     if processors and sampling_of(processors) is None:
@@ -182,9 +187,15 @@ class _Call:
         self.accepted = [0] * (self.count + 1)
         self.pad = padding_of(config, criteria)
 
+    def draw_seeds(self, rows: int) -> Tensor:
+        """Return a seed for each row, int64 `[B]` on the host: torch.manual_seed repeats a sampled call."""
+        if self.sampling is None:
+            return torch.zeros(rows, dtype=torch.int64, device="cpu")
+        return torch.randint(0, 2**63 - 1, (rows,), device="cpu")
+
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Return what transformers' loop returns for a prompt `[B, S]`."""
+    def generate(self, input_ids: Tensor, seeds: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Return what transformers' loop returns for a prompt `[B, S]` and seeds `[B]`, equal on all ranks."""
         handle, input_ids = kwargs[CACHE_NAME], input_ids.long()
         self.model.dsv4_drafts.adopt()
         self.held = held = held_by(self.model.model, handle)
@@ -192,9 +203,6 @@ class _Call:
         rows, device = input_ids.shape[0], input_ids.device
         numbers = torch.zeros(rows, 4, dtype=torch.float64, device=device)
         numbers[:] = torch.tensor(self.sampling or (0.0, 0.0, 1.0, 0.0), dtype=torch.float64)
-        seeds = torch.zeros(rows, dtype=torch.int64, device="cpu")
-        if self.sampling is not None:
-            seeds = torch.randint(0, 2**63 - 1, (rows,), device="cpu")  # torch.manual_seed repeats a call
         self.limit = held.paged.max_seq_len
         self.requests = {"numbers": numbers, "seeds": seeds.to(device)}
         self.requests["limits"] = torch.full((rows,), self.limit, device=device)
@@ -212,6 +220,10 @@ class _Call:
         mask = None if mask is None else mask[:, -new.shape[1] :]
         chunk = self.config.prefill_chunk_size or new.shape[1]
         first, drafts, logits = self._append(new, mask, None, chunk)
+        if (in_step := self.model.model.dsv4_in_step) is not None:
+            # Accepting different drafts would take the ranks apart, and each has weights of them that may have changed.
+            values = {"values of drafts": digest_in_order(drafts)}
+            in_step.agree(values if logits is None else {**values, "bits of draft logits": digest(logits)})
         self.base = held.appended - input_ids.shape[1]  # columns of the cache before those of `ids`
         lengths, tokens = held.seq_lens[:rows].tolist(), first.tolist()
         self.rows = [_Row(length, length, deque([token])) for length, token in zip(lengths, tokens, strict=True)]
@@ -220,7 +232,9 @@ class _Call:
             while not self._emit():
                 ids, drafts, logits = self._verify(ids, drafts, logits)
         except BaseException:  # of a streamer or a criterion, for example
-            if self.outlives and not held.interrupted:
+            if in_step is not None:
+                held.interrupted = True  # other ranks may not have this fault, and do not come to `_settle`
+            elif self.outlives and not held.interrupted:
                 try:
                     self._settle()
                 except BaseException:

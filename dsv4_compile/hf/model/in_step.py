@@ -127,8 +127,13 @@ class InStep:
             with self.watched():
                 agreement.reject(_CALL, fault, self.ranks)
 
-    def end_generation(self, result: Any) -> None:
-        """Raise E702 on all ranks unless all have generated the same tokens.
+    def agree(self, facts: Mapping[str, Any], note: Any = None) -> list[Any]:
+        """Return the `note` of every rank within a call; raise E702 on all of them unless `facts` are equal."""
+        with self.watched():
+            return agreement.agree(_CALL, facts, self.ranks, note)
+
+    def end_generation(self, result: Any, statistics: Any = None) -> None:
+        """Raise E702 on all ranks unless all have generated the same tokens, and accepted the same drafts.
 
         Over symmetric memory, where the host waits for nobody, only where code of a caller chose them.
         """
@@ -138,6 +143,7 @@ class InStep:
             return
         if isinstance(tokens, Tensor):
             facts = {"tokens": f"{tuple(tokens.shape)} {agreement.digest_in_order(tokens)}", "generate": "has ended"}
+            facts["acceptance of drafts"] = repr(statistics)
             with self.watched():
                 agreement.check_agree(_CALL, facts, self.ranks)
 

@@ -90,7 +90,7 @@ class SplitForCausalLM(CompilableForCausalLM):
         try:
             with naming_faults(in_step):
                 result = super().generate(*args, **kwargs)
-                in_step.end_generation(result)
+                in_step.end_generation(result, self.draft_statistics)
         except BaseException as fault:
             in_step.fail_generation(generation, fault)
             raise
