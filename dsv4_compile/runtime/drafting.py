@@ -265,9 +265,22 @@ class Drafting:
             numbers, seeds: see `accept_drafts`; None is greedy.
             reserved: tokens that each request has pages for.
 
-        `DecodeRunner.draft` then drafts; without it the next step chooses a single token of each request.
+        `DecodeRunner.draft` then drafts; without it the next step chooses a single token of each request. Raises E201
+        for arguments that do not describe as many requests, before anything is written.
         """
         width, rows = self.count + 1, len(lengths)
+        described = {"anchors": anchors, "seeds": seeds, "reserved": reserved}
+        counts = {name: len(values) for name, values in described.items() if values is not None}
+        good = all(count == rows for count in counts.values())
+        got = ", ".join(f"{count} {name}" for name, count in counts.items())
+        check(good, "E201", got=f"{got} and {rows} lengths", rule="each request has one of each")
+        shape = numbers.shape if isinstance(numbers, Tensor) else None
+        if numbers is not None and shape != (rows, NUMBERS):
+            fail("E201", got=f"numbers={shown(numbers)}", rule=f"numbers is a tensor [{rows}, {NUMBERS}]")
+        if seeds is not None and not all(0 <= seed < 2**63 for seed in seeds):
+            fail("E201", got=f"seeds={shown(seeds)}", rule="seeds are integers from 0 to 2**63 - 1")
+        if any(anchor < 0 <= length for anchor, length in zip(anchors, lengths, strict=True)):
+            fail("E201", got=f"anchors={shown(anchors)}", rule="anchors are token ids, from 0 on")
         starts = [row * width for row in range(rows + 1)]
         ids = [token for anchor in anchors for token in (anchor, *[0] * self.count)]
         seq_lens = [length + width if length >= 0 else 0 for length in lengths]
@@ -354,7 +367,8 @@ class Drafting:
         if self.draft_logits is None:  # in a warm-up, before anything is captured
             shape = (self._buffers.max_num_seqs, *logits.shape[1:])
             check_memory("logits of drafts", 4 * shape[0] * shape[1] * shape[2], logits.device)
-            self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=logits.device)
+            with torch.inference_mode(False):  # later steps write them in any mode
+                self.draft_logits = torch.zeros(shape, dtype=torch.float32, device=logits.device)
         old_logits = self.draft_logits[:rows]
         torch.where(drafted[:, None, None], logits.to(old_logits.dtype), old_logits, out=old_logits)
 

@@ -270,6 +270,8 @@ class DecodeRunner(AtFixedAddresses):
             fail("E201", got="run without a sampler", fix='DecodeRunner(..., sampler="greedy"), or a function')
         steps, num_reqs = check_size("steps", steps), check_size("num_reqs", num_reqs)
         check(steps <= self.max_run_steps, "E204", got=f"a run of {steps} steps, max_run_steps={self.max_run_steps}")
+        most = self.buffers.max_num_seqs
+        check(num_reqs <= most, "E204", got=f"a run of {num_reqs} requests", why=f"the buffers have rows for {most}")
         tokens = count_tokens(None, num_reqs, self.tokens_each, self.buffers.max_num_batched_tokens)
         bucket = self.buckets.fit(tokens)
         captured = self._runs.get(bucket or 0)

@@ -170,3 +170,17 @@ def test_nan_in_draft_weights_changes_no_text(how: str, attached: Any) -> None:
     for parameter in model.dsv4_drafts.parameters():
         parameter.data.fill_(float("nan"))
     assert torch.equal(greedy(model, IDS), want) and model.draft_statistics.tokens_per_step == 1
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("inside", ["made", "stepped"])
+def test_a_running_batch_serves_in_and_out_of_inference_mode(inside: str, drafts: bool, attached: Any) -> None:
+    want = greedy(attached, IDS[:1], drafts=False)[0, 20:].tolist()
+    with torch.inference_mode(inside == "made"):
+        batch = hf.RunningBatch(attached, slots=2, prefill_chunk=16, drafts=drafts)
+    request = batch.submit(IDS[0], max_new_tokens=8)
+    with torch.inference_mode():
+        batch.step()
+        batch.step()
+    batch.run()
+    assert request.tokens == want

@@ -366,3 +366,30 @@ def test_misuse_raises_a_code_with_what_was_got(case: str, target: Target) -> No
     with pytest.raises(DSV4Error) as caught:
         call(target)
     assert caught.value.code == code and got in caught.value.got
+
+
+LOADS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "anchors": ("1 anchors and 2 lengths", ([1], [3, 3]), {}),
+    "an anchor of -1": ("anchors=[1, -1]", ([1, -1], [3, 3]), {}),
+    "one seed": ("1 seeds", ([1, 1], [3, 3]), {"seeds": [4]}),
+    "a negative seed": ("seeds=[4, -1]", ([1, 1], [3, 3]), {"seeds": [4, -1]}),
+    "a large seed": ("seeds=", ([1, 1], [3, 3]), {"seeds": [4, 2**63]}),
+    "numbers of one": ("numbers=", ([1, 1], [3, 3]), {"numbers": torch.zeros(1, 4)}),
+    "three numbers": ("numbers=", ([1, 1], [3, 3]), {"numbers": torch.zeros(2, 3)}),
+    "a list": ("numbers=[[0, 0, 1, 0]", ([1, 1], [3, 3]), {"numbers": [[0, 0, 1, 0]] * 2}),
+    "reserved": ("1 reserved", ([1, 1], [3, 3]), {"reserved": [90]}),
+}
+
+
+def test_a_load_that_is_refused_leaves_the_batch_as_it_was(target: Target) -> None:
+    runner = target.runner(new_caches(), Arbitrary(COUNT, VOCAB))
+    runner.drafting.load([5, 6], [4, -1], seeds=[8, 9])
+    held = {**runner.drafting.tensors(), **runner.buffers.tensors}
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    for got, args, options in LOADS.values():
+        with pytest.raises(DSV4Error, match="E201") as caught:
+            runner.drafting.load(*args, **options)
+        assert got in caught.value.got
+    assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
+    with pytest.raises(DSV4Error, match=f"a run of {REQUESTS + 1} requests"):
+        runner.run(1, REQUESTS + 1)

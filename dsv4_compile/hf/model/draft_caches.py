@@ -49,9 +49,15 @@ class DraftCaches:
             settings: of the draft layers.
         """
         self.window, self.settings = config.sliding_window, settings
-        rows = {"max_batch_size": max_batch_size, "max_seq_len": self.window + step_tokens}
         with torch.inference_mode(False):  # later calls write the caches in any mode
-            paged = PagedCaches(config, **rows, max_step_tokens=step_tokens, cache_format=cache_format, device=device)
+            paged = PagedCaches(
+                config,
+                max_batch_size=max_batch_size,
+                max_seq_len=self.window + step_tokens,
+                max_step_tokens=step_tokens,
+                cache_format=cache_format,
+                device=device,
+            )
             self.streams: Tensor | None = None
             if streams is not None:
                 width, dtype = streams

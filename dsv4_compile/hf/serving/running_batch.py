@@ -91,7 +91,8 @@ class RunningBatch(AtFixedAddresses):
         drafts = model.dsv4_drafts is not None if drafts is None else drafts
         slots, prefill_chunk = check_size("slots", slots), check_size("prefill_chunk", prefill_chunk, least=2)
         self.model, self.slots = model, slots
-        self._steps = RunningModel(model, slots, max_seq_len, prefill_chunk, backend, options, graphs, drafts)
+        with torch.inference_mode(False):  # later steps write its tensors in any mode
+            self._steps = RunningModel(model, slots, max_seq_len, prefill_chunk, backend, options, graphs, drafts)
         self.max_seq_len, self.prefill_chunk = self._steps.max_seq_len, self._steps.prefill_chunk
         self.caches, self.graphs = self._steps.caches, self._steps.graphs
         self._waiting: deque[Progress] = deque()
