@@ -122,7 +122,6 @@ PRIVATE: dict[str, PrivateName] = {
     "counters": PrivateName("torch._dynamo.utils", "counters", "torch's counts, restored after explain()"),
     "ReinplaceCounters": PrivateName("torch._dynamo.utils", "ReinplaceCounters", "mutations that became copies"),
     "CompileContext": PrivateName("torch._guards", "CompileContext", "id of the current compilation"),
-    "free_pinned": PrivateName("torch._C", "_host_emptyCache", "returns pinned memory of a load to the system"),
     "TensorGuards": PrivateName("torch._C._dynamo.guards", "TensorGuards", "compares many tensors in one call"),
     "module_hooks": PrivateName("torch.nn.modules.module", "", "hooks of all modules"),
     "lookup_backend": PrivateName("torch._dynamo", "lookup_backend", "function of a backend's name"),
@@ -151,6 +150,13 @@ def __getattr__(name: str) -> Any:
     value = getattr(module, entry.attribute) if entry.attribute else module
     globals()[name] = value
     return value
+
+
+def free_pinned() -> None:
+    """Return pinned memory without users to the system. Builds of torch without a GPU have none to return."""
+    release = getattr(torch._C, "_host_emptyCache", None)
+    if release is not None:
+        release()
 
 
 def torch_release() -> tuple[int, ...]:

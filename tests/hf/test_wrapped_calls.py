@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
 
@@ -46,6 +47,7 @@ def enter_in_a_hook(module: Any) -> None:
 
 
 def prepare(model: Any) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test may have had another precision
     Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model, evaluation_mode=True)
 
 
