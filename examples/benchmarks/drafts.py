@@ -12,16 +12,14 @@ same ones.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from split_model import configuration, seconds, split_drafts, split_model
+from split_model import configuration, device_and_mesh, seconds, split_drafts, split_model
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from dsv4_compile import DecodeRunner, hf
 from dsv4_compile.bench.nodes import by_name, nodes
@@ -224,12 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FOLDER", help="write drafts.json there")
     args = parser.parse_args(argv)
     quiet_libraries()
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
-    mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
+    device, mesh = device_and_mesh()
     ranks = Ranks.of(mesh)
     command = f"torchrun --nproc-per-node {mesh.size()} examples/benchmarks/drafts.py --layers {args.layers}"
     command += f" --batches {args.batches} --accept {args.accept} --weights {args.weights} --experts {args.experts}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import statistics
 import time
 import zlib
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import DeepseekV4ForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8GroupedLinear, FP8Linear
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
@@ -29,6 +31,16 @@ STEPS = 32
 """Steps of a measurement."""
 COLLECTIVES = ("nccl", "all_reduce", "shot")
 """Words in the names of kernels of collectives."""
+
+
+def device_and_mesh() -> tuple[torch.device, Any]:
+    """Return this rank's device, a GPU if there is one, and a mesh of all ranks that torchrun has started."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
+    return device, init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
 
 
 def configuration(layers: int, tiny: bool, **overrides: Any) -> Any:

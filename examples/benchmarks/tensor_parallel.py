@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -24,12 +23,12 @@ from split_model import (
     STEPS,
     captures,
     configuration,
+    device_and_mesh,
     seconds,
     split_model,
     step_figures,
     weights_read,
 )
-from torch.distributed.device_mesh import init_device_mesh
 
 from dsv4_compile import hf
 from dsv4_compile.bench.record import environment, write_json
@@ -163,12 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FOLDER", help="write tensor_parallel.json there")
     args = parser.parse_args(argv)
     quiet_libraries()
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
-    mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
+    device, mesh = device_and_mesh()
     command = f"torchrun --nproc-per-node {mesh.size()} examples/benchmarks/tensor_parallel.py --layers {args.layers}"
     command += f" --batches {args.batches} --prompt {args.prompt} --weights {args.weights} --experts {args.experts}"
     command += f" --collectives {args.collectives}"
