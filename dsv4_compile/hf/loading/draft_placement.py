@@ -158,7 +158,7 @@ def without_drafts(checkpoint: Checkpoint) -> DSV4Error:
         "E209",
         got=f"no draft layers (mtp.*) in {checkpoint.folder}",
         why='drafts="on" asks for them',
-        fix='drafts="auto" loads them where they are, or download the whole checkpoint',
+        fix='drafts="auto" loads the model without them, or download the whole checkpoint',
     )
 
 

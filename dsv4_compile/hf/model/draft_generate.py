@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -50,6 +50,11 @@ class DraftSteps:
         if arguments is not None:
             for step in (self.prefill, self.verify):
                 step.compile(*arguments[0], **arguments[1])
+
+
+def refuse_missing_drafts() -> NoReturn:
+    """Raise E208 for drafts=True of a model that has none."""
+    fail("E208", got="drafts=True for a model without drafts", fix='load a folder with drafts, drafts="on"')
 
 
 def skipped_additions(module: Any) -> str:
@@ -120,7 +125,7 @@ class GeneratesWithDrafts:
             fix="pass drafts=True or drafts=False",
         )
         if self.dsv4_drafts is None and asked:
-            fail("E208", got="drafts=True for a model without drafts", fix='load a folder with drafts, drafts="auto"')
+            refuse_missing_drafts()
         return self.dsv4_drafts is not None and asked is not False
 
     def _tell(self, why: str) -> None:

@@ -28,6 +28,7 @@ from ...runtime.addresses import AtFixedAddresses
 from ...sizes import check_size, shown
 from ..model.arguments import callback, check_flags, integer, stop_set, token_ids
 from ..model.causal_lm import CompilableForCausalLM
+from ..model.draft_generate import refuse_missing_drafts
 from .requests import Progress, Request
 from .running_model import RunningModel
 from .sampling import NO_TOKEN, RequestSampling
@@ -87,7 +88,7 @@ class RunningBatch(AtFixedAddresses):
         if drafts is not None:
             check_flags(drafts=drafts)
         if drafts and model.dsv4_drafts is None:
-            fail("E208", got="drafts=True for a model without drafts", fix='load a folder with drafts, drafts="auto"')
+            refuse_missing_drafts()
         drafts = model.dsv4_drafts is not None if drafts is None else drafts
         slots, prefill_chunk = check_size("slots", slots), check_size("prefill_chunk", prefill_chunk, least=2)
         self.model, self.slots = model, slots
