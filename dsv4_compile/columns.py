@@ -17,7 +17,7 @@ _LONGEST_CELL = 4096
 _LONGEST_PIECE = 48
 """Characters of a name that is not broken at all, if it has no separator."""
 _PIECES = re.compile(r"[^\s/._,:=-]*[/._,:=-]+|[^\s/._,:=-]+")
-"""Where a word that is longer than its column is broken: after a separator of paths, names and lists."""
+"""Matches a separator of paths, names or lists, after which a word longer than its column breaks."""
 _NUMBER = re.compile(r"-?\d[\d,.]*")
 
 

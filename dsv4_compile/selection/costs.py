@@ -1,4 +1,4 @@
-"""What each op must do: bytes moved and products added, as functions of its sizes, and the time that allows.
+"""Costs of ops: bytes moved and products added, as functions of sizes, and the least time that they take.
 
     cost = costs.of("fp8_linear", T=8, K=4096, N=1536)      # 6.4 MB, 0.1 GFLOP
     costs.floor_us(cost, costs.H200)                        # 1.48 us: no implementation is faster

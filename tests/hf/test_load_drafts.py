@@ -112,7 +112,7 @@ def test_quantised_drafts_draft_near_their_values(dspark: Any) -> None:
 
 
 def test_drafts_use_plain_rope_where_no_layer_of_the_target_does(dspark: Any) -> None:
-    """As on V4-Pro, whose first layers are HCA: theta 10000 without YaRN."""
+    """Check theta 10000 without YaRN for a model that begins with HCA layers, as V4-Pro does."""
     table = load(dspark[0]).dsv4_drafts.model.layers[0].self_attn.dsv4.cos_sin
     angle = 200 * 10000.0 ** (-torch.arange(0, 16, 2) / 16)
     torch.testing.assert_close(table[200, :8], angle.cos(), atol=1e-4, rtol=0)

@@ -39,7 +39,7 @@ class Planned(NamedTuple):
     arguments: Callable[[int], tuple[Any, ...]]
     plan: Callable[[int, Gpu], Plan]
     targets: tuple[str, ...] = TARGETS
-    """Of `TARGETS`; others have a kernel without a plan."""
+    """GPUs of `TARGETS` with a planned kernel; the kernels of others have no plan."""
 
 
 def of_experts(kind: str, shared: str = "", **sizes: int) -> Planned:

@@ -37,7 +37,7 @@ FAMILIES = {
     for info in sorted(pkgutil.iter_modules(op_packages.__path__))
     if info.name != "common"
 }
-"""What each family is, by name: the docstring of its package in ops/."""
+"""Description of each family, by name: the docstring of its package in ops/."""
 GEMMS = (
     ("linear/gemm_sm90_cluster.py", "sm_90, more than 64 tokens whose tiles fit in clusters that run at once"),
     ("linear/gemm_sm90_small.py", "sm_90, up to 64 tokens, and up to 128 with at most 16 MiB of weight"),
