@@ -1,0 +1,148 @@
+"""`generate` and RunningBatch with drafts on a GPU: the text without drafts, wherever its choice is no near tie."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile import hf
+from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config, tiny_drafts
+
+VOCAB, MAX_SEQ_LEN = 4096, 1024
+NEAR_TIE = 0.05
+"""Difference of the two largest logits, over their standard deviation, that rounding of other sizes may turn."""
+
+
+class Known:
+    """Drafts from known texts, so many of them right at each length that all numbers occur.
+
+    Args:
+        texts: int64 `[256 lengths, vocabulary, 5]`: tokens after a text of that length which ends in that token.
+    """
+
+    taps = None
+    num_drafts = 5
+
+    def __init__(self, texts: Tensor) -> None:
+        self.texts = texts
+
+    @classmethod
+    def of(cls, sequences: list[list[int]]) -> Known:
+        """Return drafts from `sequences`, prompts with their texts."""
+        table = torch.zeros(256, VOCAB, cls.num_drafts, dtype=torch.int64)
+        for sequence in sequences:
+            for length in range(1, len(sequence)):
+                following = sequence[length + 1 : length + 1 + cls.num_drafts]
+                table[length, sequence[length], : len(following)] = torch.tensor(following)
+        return cls(table.cuda())
+
+    def new_caches(self, max_batch_size: int) -> None:
+        return None
+
+    def adopt(self) -> None:
+        return None
+
+    def inject(self, *args: Any, **options: Any) -> None:
+        return None
+
+    def propose(self, anchors: Tensor, lengths: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        lengths = lengths.long()
+        right = self.texts[lengths.clamp(max=255), anchors.clamp(min=0)]
+        columns = torch.arange(self.num_drafts, device=lengths.device)
+        drafts = torch.where(columns < (lengths * 5 % 6)[:, None], right, (right + 1) % VOCAB)
+        return torch.where((lengths > 0)[:, None], drafts, -1), None
+
+
+def converted(kind: str, compiled: bool) -> Any:
+    """Return a converted model of real layers with random draft layers of a kind."""
+    quiet_libraries()
+    sizes = FLASH | layers_in_turn(4) | {"n_routed_experts": 16, "vocab_size": VOCAB, "num_hash_layers": 1}
+    model: Any = random_model(tiny_config(**sizes), torch.device("cuda"))
+    hf.convert(model, max_batch_size=4, max_seq_len=MAX_SEQ_LEN, drafts=tiny_drafts(model, kind))
+    if compiled:
+        model.compile(fullgraph=True, backend="dsv4", options={"dsv4.cudagraph": "full"})
+    return model
+
+
+@pytest.fixture(scope="module", params=[("dspark", False), ("dspark", True), ("mtp", True)], ids=str)
+def model(request: pytest.FixtureRequest) -> Any:
+    return converted(*request.param)
+
+
+@pytest.fixture(autouse=True)
+def drafts_as_before(model: Any) -> Iterator[None]:
+    before = model.dsv4_drafts
+    yield
+    model.__dict__["dsv4_drafts"] = before
+
+
+def assert_same_text(model: Any, prompt: list[int], got: list[int], want: list[int]) -> None:
+    """Assert that two texts are equal up to a near tie."""
+    assert len(got) == len(want)
+    if got == want:
+        return
+    first = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
+    ids = torch.tensor([prompt + want[:first]], device="cuda")
+    with torch.no_grad():
+        logits = model(ids, logits_to_keep=1).logits[0, -1].float()
+    best, second = logits.topk(2).values.tolist()
+    gap = (best - second) / float(logits.std())
+    print(f"a near tie at token {first}: {gap:.4f} standard deviations")
+    assert gap < NEAR_TIE, f"token {first} differs, {gap} standard deviations apart"
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, VOCAB) for _ in range(length)]
+
+
+def test_generate(model: Any) -> None:
+    ids = torch.tensor([prompt(40, 1), prompt(40, 2)], device="cuda")
+    want = model.generate(ids, max_new_tokens=64, do_sample=False, drafts=False)
+    got = model.generate(ids, max_new_tokens=64, do_sample=False)
+    assert model.draft_statistics is not None and model.draft_statistics.steps > 0
+    for row in range(2):
+        assert_same_text(model, ids[row].tolist(), got[row, 40:].tolist(), want[row, 40:].tolist())
+    model.__dict__["dsv4_drafts"] = Known.of(want.tolist())
+    got = model.generate(ids, max_new_tokens=64, do_sample=False)
+    assert model.draft_statistics.tokens_per_step > 1.5
+    for row in range(2):
+        assert_same_text(model, ids[row].tolist(), got[row, 40:].tolist(), want[row, 40:].tolist())
+    print(model.draft_statistics)
+
+
+def test_generate_by_sampling(model: Any) -> None:
+    ids = torch.tensor([prompt(10, 3)], device="cuda")
+    got = model.generate(ids, max_new_tokens=32, do_sample=True, temperature=0.8, top_k=50, top_p=0.9)
+    assert got.shape == (1, 42) and model.draft_statistics is not None and len(set(got[0].tolist())) > 5
+
+
+def test_running_batch(model: Any) -> None:
+    rng = random.Random(4)
+    lengths = [1, 3, 20, 200, rng.randint(40, 60), 100, 7, 150]
+    requests = [(prompt(n, i), {"max_new_tokens": rng.randint(9, 40)}) for i, n in enumerate(lengths)]
+    for i in (2, 5):
+        requests[i][1].update(temperature=0.9, top_k=30, seed=i)
+
+    def texts(**options: Any) -> tuple[Any, list[Any]]:
+        batch = hf.RunningBatch(model, slots=3, prefill_chunk=96, **options)
+        submitted = [batch.submit(ids, **settings) for ids, settings in requests]
+        batch.run()
+        return batch, submitted
+
+    plain, wanted = texts(drafts=False)
+    for source in (model.dsv4_drafts, Known.of([ids + r.tokens for (ids, _), r in zip(requests, wanted, strict=True)])):
+        model.__dict__["dsv4_drafts"] = source
+        batch, submitted = texts()
+        print(batch.statistics, batch.draft_statistics)
+        for request, want, (ids, settings) in zip(submitted, wanted, requests, strict=True):
+            if "temperature" not in settings:
+                assert_same_text(model, ids, request.tokens, want.tokens)
+            assert len(request.tokens) == settings["max_new_tokens"]
+        assert batch.statistics.uncaptured == 0
+    assert batch.draft_statistics.tokens_per_step > 1.5 and plain.draft_statistics.steps == 0
