@@ -115,7 +115,7 @@ class RunningModel:
         self._weights: AddressCheck | None = None
         self._checked: Any = None
         self._device, self._cache = device, model.model.dsv4_cache
-        self._ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+        self._ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._verified: set[Progress] = set()
         self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)
 
