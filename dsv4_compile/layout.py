@@ -44,16 +44,20 @@ UE8M0_MAX_BYTE = 254  # 255 is NaN in E8M0
 KV_TILE = 64  # elements that share one scale in fp8_ds_mla
 ACT_TILE = 128  # elements that share one scale in a linear's activation
 WEIGHT_TILE = 128  # side of a weight block that shares one scale
-MX_TILE = 32  # elements that share one scale in mxfp4
+MX_TILE = 32  # elements that share one scale in mxfp4 and mxfp8, and side of a block of V4.1's weights
+NVFP4_TILE = 16  # elements that share one e4m3 scale in nvfp4
 SCALE_ROW_ALIGN = 4  # token rows of transposed activation scales, so that a column of float32 is 16-byte aligned
 SCALES_PER_WORD = 4  # UE8M0 bytes in one int32 of packed activation scales
 KV_AMAX_FLOOR = 1e-4  # cache rows and indexer keys and queries
 ACT_AMAX_FLOOR = 1e-10  # activations, quantised before a linear
 MXFP4_AMAX_FLOOR = 6.0 * 2.0**-126
+NVFP4_AMAX_FLOOR = 6.0 * 2.0**-9  # its scale is the smallest e4m3 above 0
 
 # Paging, in tokens of the uncompressed sequence.
 KV_BLOCK = 256  # tokens that one entry of a compressed block table covers
 WINDOW_BLOCK = 64
+V41_WINDOW_BLOCK = 32
+V41_ENTRY_BLOCK = 64  # entries and index keys of a page, whatever the ratio
 INDEX_ALIGN = 128  # width alignment of index rows
 FLASHINFER_INDEX_ALIGN = 4  # for FlashInfer, which loads indices 16 bytes at a time
 
@@ -109,8 +113,31 @@ PAGE_LAYOUTS: dict[str, PageLayout] = {
 """Byte formats, `uint8 [P, page_bytes]`. The other formats are rows `[P, S, D]`: `plain` in the model's dtype and `fp8`
 (per-tensor scale) as uint8."""
 
+GRIDS = ("mxfp8", "nvfp4", "mxfp4")
+"""Formats of DeepSeek-V4.1, for rows of any number of channels: window rows, compressed entries, index keys."""
+ROW_FORMATS = (*GRIDS, "plain", "fp8_ds_mla")
+"""Formats of V4.1's caches; `plain` rows hold values of a grid, and `fp8_ds_mla` is V4's record."""
+
 KV_FORMATS = ("fp8_ds_mla", "plain", "fp8")
 INDEXER_FORMATS = ("indexer_fp8", "indexer_mxfp4", "plain")
+
+
+def grid_tile(grid: str) -> int:
+    """Return the channels that share one scale byte in a format of `GRIDS`."""
+    return NVFP4_TILE if grid == "nvfp4" else MX_TILE
+
+
+def row_layout(grid: str, channels: int) -> PageLayout:
+    """Return the page layout of rows of `channels` in a format of `GRIDS`, E205 if their scales do not cover them.
+
+    Of 512 channels a row takes 528 bytes in mxfp8 and 288 in nvfp4; an index key of 128 takes 68 in mxfp4.
+    """
+    check(grid in GRIDS, "E202", got=repr(grid), fix=f"pass one of {', '.join(GRIDS)}")
+    tile = grid_tile(grid)
+    got = f"{grid} rows of {channels} channels"
+    check(channels % tile == 0, "E205", got=got, rule=f"scales of {grid} cover {tile} channels", fix='use "plain" rows')
+    eight_bits = grid == "mxfp8"
+    return PageLayout(channels if eight_bits else channels // 2, channels // tile, align=512 if eight_bits else 256)
 
 
 def storage_block_size(ratio: int) -> int:
@@ -138,10 +165,16 @@ def c128a_width(max_model_len: int) -> int:
     return align_up(cdiv(max_model_len, HCA_RATIO), INDEX_ALIGN)
 
 
+def page_layout(fmt: str, head_dim: int) -> PageLayout | None:
+    """Return the layout of a format's pages for vectors of `head_dim`, or None for a format of rows."""
+    return row_layout(fmt, head_dim) if fmt in GRIDS else PAGE_LAYOUTS.get(fmt)
+
+
 def cache_shape(fmt: str, num_blocks: int, block_size: int, head_dim: int) -> tuple[int, ...]:
     """Return the shape of a cache: `[P, page_bytes]` for byte formats, `[P, S, D]` for rows."""
-    if fmt in PAGE_LAYOUTS:
-        return (num_blocks, PAGE_LAYOUTS[fmt].page_bytes(block_size))
+    page = page_layout(fmt, head_dim)
+    if page is not None:
+        return (num_blocks, page.page_bytes(block_size))
     check(fmt in KV_FORMATS, "E202", got=repr(fmt))
     return (num_blocks, block_size, head_dim)
 
@@ -160,19 +193,21 @@ def allocate_cache(
     `dtype` is used by `plain` rows only; quantised formats are uint8.
     """
     shape = cache_shape(fmt, num_blocks, block_size, head_dim)
-    if fmt not in PAGE_LAYOUTS:
+    page = page_layout(fmt, head_dim)
+    if page is None:
         return torch.zeros(shape, dtype=dtype if fmt == "plain" else torch.uint8, device=device)
-    stride = PAGE_LAYOUTS[fmt].page_stride(block_size)
+    stride = page.page_stride(block_size)
     backing = torch.zeros(num_blocks * stride, dtype=torch.uint8, device=device)
     return backing.as_strided(shape, (stride, 1))
 
 
-def byte_pages(cache: torch.Tensor, fmt: str, block_size: int, op: str = "") -> torch.Tensor:
+def byte_pages(cache: torch.Tensor, fmt: str, block_size: int, op: str = "", head_dim: int = HEAD_DIM) -> torch.Tensor:
     """View a byte cache as `uint8 [P, page_bytes]`, from that shape or from `[P, S, data + scale]`.
 
-    Raises E203, which names `op`, if the tensor cannot be viewed so.
+    `head_dim` counts for `GRIDS` alone. Raises E203, which names `op`, if the tensor cannot be viewed so.
     """
-    layout = PAGE_LAYOUTS[fmt]
+    layout = page_layout(fmt, head_dim)
+    assert layout is not None
     width = layout.data + layout.scale
     if cache.dtype is torch.uint8 and cache.stride(-1) == 1:
         if cache.dim() == 2 and cache.shape[1] == layout.page_bytes(block_size):

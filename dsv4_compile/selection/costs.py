@@ -227,8 +227,8 @@ def row_bytes(cache_format: str, dim: int = layout.HEAD_DIM, itemsize: int = 2) 
 
     `itemsize` is that of `plain` rows.
     """
-    if cache_format in layout.PAGE_LAYOUTS:
-        page = layout.PAGE_LAYOUTS[cache_format]
+    page = layout.page_layout(cache_format, dim)
+    if page is not None:
         return page.data + page.scale
     return dim * (itemsize if cache_format == "plain" else FP8)
 

@@ -24,7 +24,7 @@ PREFIX = "dsv4_compile.ops."
 CASES = [
     pytest.param(name, index, id=f"{name}-{index}") for name, args in samples().items() for index in range(len(args))
 ]
-ANY_RANK = {("fp8_linear", "x")}
+ANY_RANK = {("fp8_linear", "x"), ("mx_linear", "x")}
 """Arguments that may have any number of dims in front."""
 DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32)
 

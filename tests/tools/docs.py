@@ -290,11 +290,14 @@ def _link(path: str) -> str:
 
 def kernels_page() -> str:
     """Return the text of kernels/README.md."""
-    families = "\n".join(f"- `{name}/`: {text[0].lower()}{text[1:].rstrip('.')}" for name, text in FAMILIES.items())
+    with_kernels = {name: text for name, text in FAMILIES.items() if any(family(op) == name for op in KERNELS)}
+    families = "\n".join(f"- `{name}/`: {text[0].lower()}{text[1:].rstrip('.')}" for name, text in with_kernels.items())
     plans = (path for path in sorted((ROOT / "kernels").rglob("*.py")) if "\ndef plan(" in path.read_text())
     planned = ", ".join(_link(str(path.relative_to(ROOT))) for path in plans)
     lines = [KERNELS_INTRODUCTION.format(generated=GENERATED, families=families, planned=planned).rstrip("\n")]
     for name, ops in by_family():
+        if name not in with_kernels:
+            continue
         entries: dict[str, list[str]] = {}
         for op in (op for op in ops if op in KERNELS):
             entries.setdefault(files(op)["kernels"], []).append(f"`{op}`")

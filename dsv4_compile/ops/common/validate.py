@@ -10,14 +10,18 @@ from torch import Tensor
 
 from ...errors import check, fail
 from ...layout import (
+    GRIDS,
     HEAD_DIM,
     INDEXER_FORMATS,
     INDEXER_HEAD_DIM,
     KV_FORMATS,
     PAGE_LAYOUTS,
+    ROW_FORMATS,
     WEIGHT_TILE,
     byte_pages,
     cdiv,
+    grid_tile,
+    page_layout,
 )
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,10 +48,10 @@ def expect_scale(scale: Tensor | None, what: str) -> None:
         fail("E201", got=describe(scale), rule=f"{what} is one float32 element")
 
 
-def expect_weight_scale(scale: Tensor, weight: Tensor, what: str) -> None:
-    """Raise E201 unless `scale` has one scale for each 128x128 block of `weight` `[N, K]`, partial blocks included."""
-    expect(scale, f"{what} [N / {WEIGHT_TILE}, K / {WEIGHT_TILE}]", (torch.float32, torch.float8_e8m0fnu, torch.uint8))
-    if any(blocks != cdiv(size, WEIGHT_TILE) for blocks, size in zip(scale.shape, weight.shape, strict=True)):
+def expect_weight_scale(scale: Tensor, weight: Tensor, what: str, tile: int = WEIGHT_TILE) -> None:
+    """Raise E201 unless `scale` has one scale for each square block of `weight` `[N, K]`, partial blocks included."""
+    expect(scale, f"{what} [N / {tile}, K / {tile}]", (torch.float32, torch.float8_e8m0fnu, torch.uint8))
+    if any(blocks != cdiv(size, tile) for blocks, size in zip(scale.shape, weight.shape, strict=True)):
         fail("E201", got=f"{describe(scale)} for a weight {describe(weight)}", rule=f"{what} has one scale per block")
 
 
@@ -86,6 +90,29 @@ def expect_kv_cache(
     expect(cache, f"{op}: {cache_format} cache [P, S, D]", FLOATS if cache_format == "plain" else torch.uint8)
     if cache.shape[1] != block_size or cache.shape[2] != head_dim:
         fail("E203", got=describe(cache), rule=f"{op}: {cache_format} cache is [P, {block_size}, {head_dim}]")
+
+
+def expect_row_cache(cache: Tensor, op: str, name: str, cache_format: str, block_size: int, channels: int) -> None:
+    """Raise E202 for a format that V4.1 does not have, E203 or E201 unless `cache` holds rows of `channels` in it."""
+    if cache_format not in ROW_FORMATS:
+        fail("E202", got=f"{op}: {name} in {cache_format!r}", fix=f"pass one of {', '.join(ROW_FORMATS)}")
+    if page_layout(cache_format, channels) is None:
+        expect(cache, f"{op}: plain {name} [P, S, D]", FLOATS)
+        if cache.shape[1] != block_size or cache.shape[2] != channels:
+            fail("E203", got=describe(cache), rule=f"{op}: plain {name} is [P, {block_size}, {channels}]")
+        return
+    if cache_format == "fp8_ds_mla":
+        expect_dim(channels, HEAD_DIM, f"{op}: fp8_ds_mla rows hold vectors of {HEAD_DIM} dims")
+    byte_pages(cache, cache_format, block_size, f"{op}: {name}", channels)
+
+
+def expect_grid(op: str, grid: str, cache_format: str, channels: int) -> None:
+    """Raise E202 for an unknown grid, or one with a cache that is not plain; E201 if its scales do not cover rows."""
+    if not grid:
+        return
+    if grid not in GRIDS or cache_format != "plain":
+        fail("E202", got=f"{op}: {grid=} with {cache_format}", rule=f"plain rows hold values of {', '.join(GRIDS)}")
+    expect_dim(channels % grid_tile(grid), 0, f"{op}: scales of {grid} cover all channels; the remainder")
 
 
 def expect_indexer_format(op: str, cache_format: str) -> None:

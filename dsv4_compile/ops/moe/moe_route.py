@@ -87,3 +87,52 @@ moe_route = define(
         added=_cost_of_options,
     ),
 )
+
+
+def _check_images(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    image_bias: Tensor,
+    is_image: Tensor,
+    top_k: int = 6,
+    scale: float = 1.0,
+    temperature: float = 1.0,
+) -> None:
+    op = "moe_route_images"
+    expect(is_image, f"{op}: is_image [T]", torch.bool)
+    expect(bias, f"{op}: bias [E]", torch.float32)
+    expect(image_bias, f"{op}: image_bias [E]", torch.float32)
+    _check(x, gate, bias, top_k=top_k)
+    expect_dim(is_image.shape[0], x.shape[0], f"{op}: is_image has one element for every token")
+    expect_dim(image_bias.shape[0], gate.shape[0], f"{op}: image_bias has one element for every expert")
+    check(temperature > 0, "E201", got=f"{op}: temperature={temperature}", rule="a temperature is above 0")
+
+
+def _fake_images(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    image_bias: Tensor,
+    is_image: Tensor,
+    top_k: int = 6,
+    scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    return _fake(x, gate, top_k=top_k)
+
+
+moe_route_images = define(
+    "moe_route_images",
+    reference=reference.moe_route_images,
+    fake=_fake_images,
+    check=_check_images,
+    lowering=Traced(),
+    cost=CostModel(
+        lambda T, D, N, K, e=2: (
+            e * D * (T + N) + T + 2 * FLOAT32 * N + T * K * (INT32 + FLOAT32),
+            2 * T * N * D,
+        ),
+        sizes=lambda call: call.of_rows("x") | {"N": call.dims("gate")[0], "K": int(call.arguments["top_k"])},
+    ),
+)

@@ -24,11 +24,11 @@ def _per_element(scale: Tensor, tile: int, size: int) -> Tensor:
     return scale[..., None].expand(*scale.shape, tile).flatten(-2)[..., :size]
 
 
-def dequantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
-    """float32 `[N, K]` from e4m3 `[N, K]` and `[ceil(N/128), ceil(K/128)]` scales in any form `scale_value` takes."""
+def dequantize_weight(weight: Tensor, scale: Tensor, tile: int = WEIGHT_TILE) -> Tensor:
+    """float32 `[N, K]` from e4m3 `[N, K]` and `[ceil(N/tile), ceil(K/tile)]` scales in any form `scale_value` takes."""
     rows, columns = weight.shape
-    per_column = _per_element(scale_value(scale), WEIGHT_TILE, columns)
-    return weight.float() * _per_element(per_column.t(), WEIGHT_TILE, rows).t()
+    per_column = _per_element(scale_value(scale), tile, columns)
+    return weight.float() * _per_element(per_column.t(), tile, rows).t()
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:

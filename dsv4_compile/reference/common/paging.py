@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layout import PAD_INDEX, PAGE_LAYOUTS, byte_pages
+from ...layout import HEAD_DIM, PAD_INDEX, byte_pages, page_layout
 
 
 def valid_slots(slots: Tensor, num_blocks: int, block_size: int) -> Tensor:
@@ -62,23 +62,34 @@ def write_rows(target: Tensor, index: tuple[Tensor, ...], rows: Tensor, keep: Te
     target.index_put_(index, torch.where(legal, redirect(rows), target[index]))
 
 
-def _regions(cache: Tensor, fmt: str, block_size: int) -> tuple[Tensor, Tensor]:
+def _regions(cache: Tensor, fmt: str, block_size: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """The data rows `[P, S, data]` and the scale rows `[P, S, scale]` of a byte cache, as views."""
-    layout = PAGE_LAYOUTS[fmt]
-    pages = byte_pages(cache, fmt, block_size)
+    layout = page_layout(fmt, head_dim)
+    assert layout is not None
+    pages = byte_pages(cache, fmt, block_size, head_dim=head_dim)
     data, scale = pages.split((block_size * layout.data, block_size * layout.scale), dim=1)
     return data.unflatten(1, (block_size, layout.data)), scale.unflatten(1, (block_size, layout.scale))
 
 
-def read_bytes(cache: Tensor, fmt: str, block_size: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+def read_bytes(
+    cache: Tensor, fmt: str, block_size: int, slots: Tensor, head_dim: int = HEAD_DIM
+) -> tuple[Tensor, Tensor]:
     """Data bytes `[..., data]` and scale bytes `[..., scale]` of tokens in a byte cache. Invalid slots give zeros."""
-    data, scale = _regions(cache, fmt, block_size)
+    data, scale = _regions(cache, fmt, block_size, head_dim)
     return read_rows(data, block_size, slots), read_rows(scale, block_size, slots)
 
 
-def write_bytes(cache: Tensor, fmt: str, block_size: int, slots: Tensor, data: Tensor, scale: Tensor) -> None:
+def write_bytes(
+    cache: Tensor,
+    fmt: str,
+    block_size: int,
+    slots: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    head_dim: int = HEAD_DIM,
+) -> None:
     """Store data bytes `[N, data]` and scale bytes `[N, scale]` at `slots` `[N]`; invalid slots are skipped."""
-    data_rows, scale_rows = _regions(cache, fmt, block_size)
+    data_rows, scale_rows = _regions(cache, fmt, block_size, head_dim)
     write_row_slots(data_rows, block_size, slots, data)
     write_row_slots(scale_rows, block_size, slots, scale)
 

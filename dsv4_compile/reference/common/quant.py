@@ -10,7 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layout import E2M1_MAX, FP8_MAX, MX_TILE, MXFP4_AMAX_FLOOR, UE8M0_BIAS, UE8M0_MAX_BYTE
+from ...layout import (
+    E2M1_MAX,
+    FP8_MAX,
+    MX_TILE,
+    MXFP4_AMAX_FLOOR,
+    NVFP4_AMAX_FLOOR,
+    NVFP4_TILE,
+    UE8M0_BIAS,
+    UE8M0_MAX_BYTE,
+)
 
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Between the eight magnitudes of e2m1, ascending."""
@@ -76,14 +85,40 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """MXFP4 of float32 `x` `[..., n]`: uint8 pairs `[..., n/2]` (low nibble = even index), UE8M0 `[..., n/32]`."""
     tiles = x.unflatten(-1, (-1, MX_TILE))
     byte = ue8m0_byte(tiles.abs().amax(-1).clamp_min(MXFP4_AMAX_FLOOR), E2M1_MAX)
-    code = e2m1_code(tiles / ue8m0_scale(byte)[..., None]).flatten(-2)
-    return code[..., 0::2] | (code[..., 1::2] << 4), byte.to(torch.uint8)
+    return _pairs(e2m1_code(tiles / ue8m0_scale(byte)[..., None])), byte.to(torch.uint8)
 
 
 def dequantize_mxfp4(packed: Tensor, byte: Tensor) -> Tensor:
     """float32 `[..., n]` from packed e2m1 `[..., n/2]` and UE8M0 bytes `[..., n/32]`."""
-    code = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-    return (e2m1_value(code).unflatten(-1, (-1, MX_TILE)) * ue8m0_scale(byte)[..., None]).flatten(-2)
+    return (_values(packed).unflatten(-1, (-1, MX_TILE)) * ue8m0_scale(byte)[..., None]).flatten(-2)
+
+
+def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """NVFP4 of float32 `x` `[..., n]`: uint8 pairs `[..., n/2]` (low nibble = even index), e4m3 scales `[..., n/16]`.
+
+    The scale of 16 elements is amax / 6 rounded to e4m3, no power of two, at least 2^-9 and at most 448. There is no
+    second scale.
+    """
+    tiles = x.unflatten(-1, (-1, NVFP4_TILE))
+    six = torch.full((), E2M1_MAX, device=x.device)  # a tensor: dividing by a number may multiply by its inverse
+    scale = to_e4m3(tiles.abs().amax(-1).clamp_min(NVFP4_AMAX_FLOOR) / six)
+    return _pairs(e2m1_code(tiles / scale.float()[..., None])), scale
+
+
+def dequantize_nvfp4(packed: Tensor, scale: Tensor) -> Tensor:
+    """float32 `[..., n]` from packed e2m1 `[..., n/2]` and e4m3 scales `[..., n/16]`. Exact in bfloat16."""
+    return (_values(packed).unflatten(-1, (-1, NVFP4_TILE)) * scale.float()[..., None]).flatten(-2)
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """uint8 `[..., n/2]` with two of the codes `[..., n/t, t]` in a byte, the even one in the low nibble."""
+    codes = codes.flatten(-2)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _values(packed: Tensor) -> Tensor:
+    """float32 `[..., n]` of packed e2m1 `[..., n/2]`."""
+    return e2m1_value(torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2))
 
 
 def hadamard(x: Tensor) -> Tensor:

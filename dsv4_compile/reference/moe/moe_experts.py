@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,7 +54,27 @@ def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     return torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
-def local_experts(call: ExpertsArguments) -> tuple[Tensor, Tensor]:
+class Routed(Protocol):
+    """Arguments with routed experts."""
+
+    @property
+    def ids(self) -> Tensor:
+        """Int `[T, K]`."""
+
+    @property
+    def weights(self) -> Tensor:
+        """Float32 `[T, K]`."""
+
+    @property
+    def w13(self) -> Tensor:
+        """Weights of `E` experts."""
+
+    @property
+    def first_expert(self) -> int:
+        """Id of the first of them."""
+
+
+def local_experts(call: Routed) -> tuple[Tensor, Tensor]:
     """Return int64 `[T, K]` row of w13 and w2 for each place, 0 where it has none, and which places have one."""
     local = call.ids.long() - call.first_expert
     valid = (local >= 0) & (local < call.w13.shape[0])
@@ -63,14 +84,33 @@ def local_experts(call: ExpertsArguments) -> tuple[Tensor, Tensor]:
 def moe_experts(call: ExpertsArguments) -> Tensor:
     """Add the experts of each token up, all in float32 on dequantised weights, and round once.
 
-    Places are sorted by expert and split into tiles of one expert. There are as many tiles as there may have to be, so
-    nothing depends on values. A weight is dequantised for one tile at a time.
-
     Returns:
         `[T, D]`, contiguous, in x's dtype.
     """
+    x = call.x.float()
+
+    def expert(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        w13, w2 = (
+            dequantize_expert(weight.index_select(0, index)[0], one_scale(scale, index), call.interleaved)
+            for weight, scale in ((call.w13, call.w13_scale), (call.w2, call.w2_scale))
+        )
+        return clamped_swiglu(rows @ w13.t(), call.limit) @ w2.t() * weights[:, None]
+
+    return (sum_of_experts(call, x, expert) + shared_expert(call, x)).to(call.x.dtype)
+
+
+def sum_of_experts(call: Routed, x: Tensor, expert: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """Return float32 `[T, D]`: for each token of float32 `x`, the sum of what its experts give.
+
+    Places are sorted by expert and split into tiles of one expert. There are as many tiles as there may have to be, so
+    nothing depends on values. A weight is dequantised for one tile at a time.
+
+    Args:
+        call: with ids, weights, w13 and first_expert.
+        expert: of rows `[n, D]`, the expert's index int64 `[1]`, and the rows' weights `[n]`; returns `[n, D]`.
+    """
     tokens, top_k = call.ids.shape
-    experts, places, x = call.w13.shape[0], tokens * top_k, call.x.float()
+    experts, places = call.w13.shape[0], tokens * top_k
     local, valid = local_experts(call)
     order = torch.where(valid, local, experts).flatten().sort(stable=True)
     bounds = torch.arange(experts + 1, device=x.device)
@@ -82,21 +122,15 @@ def moe_experts(call: ExpertsArguments) -> Tensor:
     out = x.new_zeros((places + 1, x.shape[1]))
     for tile in range(places if size == 1 else places // size + experts):
         index = torch.full((1,), tile, device=x.device)
-        expert = torch.searchsorted(ends, index, right=True).clamp(max=experts - 1)
-        first = starts[expert] + (tile - ends[expert] + tiles[expert]) * size
+        number = torch.searchsorted(ends, index, right=True).clamp(max=experts - 1)
+        first = starts[number] + (tile - ends[number] + tiles[number]) * size
         position = first + torch.arange(size, device=x.device)
-        live = (position < starts[expert + 1]) & (index < ends[-1:])
+        live = (position < starts[number + 1]) & (index < ends[-1:])
         slots = order.indices.index_select(0, torch.where(live, position, 0))
-        w13, w2 = (
-            dequantize_expert(weight.index_select(0, expert)[0], _one(scale, expert), call.interleaved)
-            for weight, scale in ((call.w13, call.w13_scale), (call.w2, call.w2_scale))
-        )
-        rows = x.index_select(0, slots // top_k)
-        result = clamped_swiglu(rows @ w13.t(), call.limit) @ w2.t()
-        result = result * call.weights.reshape(-1).index_select(0, slots)[:, None]
+        weights = call.weights.reshape(-1).index_select(0, slots)
+        result = expert(x.index_select(0, slots // top_k), number, weights)
         out.index_copy_(0, torch.where(live, slots, places), result)
-    total = out[:places].view(tokens, top_k, x.shape[1]).sum(1)
-    return (total + shared_expert(call, x)).to(call.x.dtype)
+    return out[:places].view(tokens, top_k, x.shape[1]).sum(1)
 
 
 def shared_expert(call: ExpertsArguments, x: Tensor) -> Tensor | float:
@@ -107,7 +141,7 @@ def shared_expert(call: ExpertsArguments, x: Tensor) -> Tensor | float:
     return hidden @ dequantize_expert(call.shared_w2, call.shared_w2_scale).t()
 
 
-def _one(scale: Tensor | None, expert: Tensor) -> Tensor | None:
+def one_scale(scale: Tensor | None, expert: Tensor) -> Tensor | None:
     """Return the scales of one expert."""
     if scale is None:
         return None

@@ -15,7 +15,7 @@ from dsv4_compile.testing.compare import TOLERANCES
 from dsv4_compile.testing.samples import op_samples
 
 FORMS = sorted(op for op in OPS if EAGER[op] is not REFERENCES[op])
-SUMS = ("moe_experts", "mhc_", "grouped_linear")
+SUMS = ("moe_experts", "mx_experts", "mhc_", "grouped_linear")
 """Ops, in addition to attention, that order their sums differently."""
 
 

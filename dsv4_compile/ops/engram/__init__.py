@@ -1,0 +1,1 @@
+"""Ops of the engram: rows of n-grams, their embeddings, and the gate."""

@@ -1,0 +1,1 @@
+"""PyTorch definitions: the engram, a memory of n-grams of token ids."""
