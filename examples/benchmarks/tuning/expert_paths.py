@@ -1,0 +1,97 @@
+"""Compare the two forms of `moe_experts` for few tokens on Hopper: python examples/benchmarks/tuning/expert_paths.py
+
+`split` computes in e4m3 from rows that are split into two, `rows64` and `rows128` in bfloat16 with tiles of 64 or 128
+weight rows. V4-Flash's MXFP4 experts with the e4m3 shared expert, whole and as rows of two or four ranks; uniform
+routing; 16 calls in a CUDA graph, which read two layers' weights in turn, each with other experts. Prints
+microseconds a call and the weights' floor at the speed of a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from dsv4_compile.bench import experts
+from dsv4_compile.bench.record import environment, write_json
+from dsv4_compile.bench.timing import copy_rate
+from dsv4_compile.kernels.moe import moe_experts as portable
+from dsv4_compile.kernels.moe import moe_experts_sm90 as sm90
+from dsv4_compile.ops.common.kernels import launcher
+from dsv4_compile.selection import proven
+
+CALLS, REPLAYS = 16, 30
+FORMS = {"split": (0, 8), "rows64": (10**9, 10**9), "rows128": (10**9, 0)}
+"""Largest CTAs of an SM for which bfloat16 is taken, and those for which its tiles have 64 rows."""
+
+
+def timed(sets: Sequence[Any], form: str) -> float:
+    """Return microseconds a call of a form, captured with others."""
+    bfloat16, narrow = FORMS[form]
+    call = launcher("moe_experts")
+    with mock.patch.object(sm90, "FEW_CTAS", bfloat16), mock.patch.object(portable, "FEW_CTAS", narrow):
+        portable.plan.cache_clear()
+        for args in sets[:2]:
+            call(*args)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for args in sets:
+                call(*args)
+    portable.plan.cache_clear()
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(sets))
+    return statistics.median(times)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--tokens", default="1,2,3,4,5,6,8,12,16,24", help="%(default)s")
+    parser.add_argument("--inner", default="2048,1024,512", help="%(default)s")
+    parser.add_argument("--build", action="store_true", help="build kernels only, to fill Triton's cache")
+    parser.add_argument("--out", metavar="FOLDER", help="write expert_paths.json there")
+    args = parser.parse_args(argv)
+    device = torch.device("cuda")
+    rate = copy_rate(device)
+    contents: dict[str, Any] = {"scenario": "expert_paths", **environment(device), "rows": []}
+    for inner in map(int, args.inner.split(",")):
+        model = experts.MODELS["Flash"]._replace(inner=inner)
+        layers = [experts.arguments(model, "mxfp4", "e4m3", 32, device, seed) for seed in (0, 1)]
+        for tokens in map(int, args.tokens.split(",")):
+            routes = [experts_ids(model, tokens, seed) for seed in range(CALLS)]
+            sets = [
+                (layers[i % 2][0][:tokens], ids, weights, *layers[i % 2][3:]) for i, (ids, weights) in enumerate(routes)
+            ]
+            floor = experts.cost(model, "mxfp4", "e4m3", tokens).bytes / rate * 1e6
+            row: dict[str, Any] = {"inner": inner, "tokens": tokens, "floor_us": round(floor, 1)}
+            with proven.trust():
+                row |= {form: round(timed(sets, form), 1) for form in FORMS}
+            contents["rows"].append(row)
+            print(row, flush=True)
+    if args.out and not args.build:
+        write_json(contents, args.out)
+    return 0
+
+
+def experts_ids(model: experts.Experts, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids and weights of uniform routing."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    scores = torch.rand(tokens, model.experts, device="cuda", generator=generator)
+    ids = scores.argsort(1)[:, : model.top_k].int().contiguous()
+    return ids, torch.rand(tokens, model.top_k, device="cuda", generator=generator)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
