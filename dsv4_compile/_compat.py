@@ -79,6 +79,7 @@ PRIVATE: dict[str, PrivateName] = {
     "cache_dir_utils": PrivateName("torch._inductor.runtime.cache_dir_utils", "", "folder for what is compiled here"),
     "CacheArtifactManager": PrivateName("torch.compiler._cache", "CacheArtifactManager", "reads artifacts without use"),
     "codecache": PrivateName("torch._inductor.codecache", "", "headers that are compiled before generated C++"),
+    "cpp_builder": PrivateName("torch._inductor.cpp_builder", "", "names the C++ compiler, or says that none works"),
     "output_code": PrivateName("torch._inductor.output_code", "", "loads a graph that was compiled before"),
     "cpu_vec_isa": PrivateName("torch._inductor.cpu_vec_isa", "", "vector instructions that generated C++ uses"),
     "list_mode_options": PrivateName("torch._inductor", "list_mode_options", "settings of torch.compile(mode=...)"),

@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from . import ops  # noqa: F401  the package leaves this import to the command
 
     if args.command == "doctor":
-        return _doctor(args.path, as_json=args.json, prove=args.prove)
+        return _doctor(args)
     if args.command == "explain":
         return _explain(args)
     if args.command == "bench":
@@ -93,6 +93,15 @@ def _parser(targets: Sequence[str] | None = None) -> argparse.ArgumentParser:
     doctor.add_argument(
         "--prove", action="store_true", help="first run every kernel once against its reference on this GPU"
     )
+    doctor.add_argument(
+        "--start", action="store_true", help="load the folder in a fresh process, and say where the seconds go"
+    )
+    started = doctor.add_argument_group("with --start")
+    started.add_argument("--max-batch-size", type=int, default=1, metavar="N", help="see hf.load (%(default)s)")
+    started.add_argument("--max-seq-len", type=int, default=4096, metavar="N", help="see hf.load (%(default)s)")
+    started.add_argument("--device", help="default: the GPU, if there is one")
+    started.add_argument("--compiled", metavar="FOLDER", help="compiled folder to start from")
+    started.add_argument("--empty-caches", action="store_true", help="start as on a machine that has compiled nothing")
 
     explain = commands.add_parser(
         "explain",
@@ -187,13 +196,35 @@ def _parser(targets: Sequence[str] | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def _doctor(path: str | None, *, as_json: bool, prove: bool) -> int:
+def _doctor(args: argparse.Namespace) -> int:
     from . import doctor
 
-    proofs = doctor.prove() if prove else []
-    checks = [*(doctor.examine() if path is None else doctor.examine_folder(path)), *proofs]
-    print(json.dumps([check.as_dict() for check in checks], indent=2) if as_json else doctor.render(checks))
-    return int(any(check.level == "fix" for check in checks))
+    check(
+        not args.start or args.path is not None,
+        "E201",
+        got="--start without a folder",
+        rule="a start is of a checkpoint",
+        fix="dsv4 doctor FOLDER --start",
+    )
+    proofs = doctor.prove() if args.prove else []
+    checks = [*(doctor.examine() if args.path is None else doctor.examine_folder(args.path)), *proofs]
+    broken = any(check.level == "fix" for check in checks)
+    start = None
+    if args.start and not broken:
+        from .hf.start import measure_start
+
+        names = ("max_batch_size", "max_seq_len", "device", "compiled", "empty_caches")
+        start = measure_start(args.path, **{name: getattr(args, name) for name in names})
+    rows = [check.as_dict() for check in checks]
+    if args.json:
+        print(json.dumps(rows if not args.start else {"checks": rows, "start": start and start.as_dict()}, indent=2))
+    else:
+        print(doctor.render(checks))
+        if start is not None:
+            print(f"\n{start.table(terminal_width())}")
+        elif args.start:
+            print("\nnot started: follow the notes above first")
+    return int(broken or bool(start is not None and start.why))
 
 
 def _explain(args: argparse.Namespace) -> int:

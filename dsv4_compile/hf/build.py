@@ -13,7 +13,7 @@ from .. import progress
 from ..errors import check
 from .loading.load import load
 from .model.compiled_model import save_compiled
-from .model.warm_up import warm_up
+from .model.warm_up import compile_and_warm_up, serving_options
 
 PROMPT = 16
 """Length of prompts, if none is given."""
@@ -37,10 +37,11 @@ def build(args: argparse.Namespace) -> str:
         indexer_cache_dtype=args.indexer_cache_dtype,
         hadamard=args.hadamard,
     )
-    model.compile(fullgraph=True, backend="dsv4", options=options or None)
     if args.batches is None and args.prompts is None:
-        warm_up(model)
+        compile_and_warm_up(model, options)
     else:
+        device = model.model.dsv4_cache.seq_lens.device
+        model.compile(fullgraph=True, backend="dsv4", options=serving_options(device, options) or None)
         call(model, batches or [1, args.max_batch_size], prompts or [PROMPT])
     return save_compiled(model, args.out)
 

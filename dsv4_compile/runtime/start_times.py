@@ -61,3 +61,8 @@ def start_table(seconds: Mapping[str, float]) -> str:
     """Return a line for each kind of work."""
     rows = [f"{kind:<8}{seconds.get(kind, 0.0):>8.1f} s  {meaning}" for kind, meaning in KINDS.items()]
     return "\n".join([*rows, f"{'total':<8}{sum(seconds.values()):>8.1f} s"])
+
+
+def start_line(seconds: Mapping[str, float]) -> str:
+    """Return the kinds of work that took a tenth of a second, in one line."""
+    return ", ".join(f"{kind} {seconds[kind]:.1f} s" for kind in KINDS if seconds.get(kind, 0.0) >= 0.1)

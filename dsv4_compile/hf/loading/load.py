@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +24,15 @@ from ...errors import DSV4Error, check, error
 from ...loading import hf_name
 from ...modules import DeepseekV4Attention
 from ...modules.linear import Linear
-from ...parallel import Ranks, watchdog
+from ...parallel import Ranks, agreement, watchdog
 from ...runtime import start_times
-from ...sizes import check_optional_size, check_size, free_memory
+from ...sizes import check_optional_size, check_size, free_memory, shown
 from ..model.arguments import check_flags
 from ..model.compiled_model import use_compiled
 from ..model.convert import convert
 from ..model.draft_settings import check_step
 from ..model.split import check_splittable, on_all_ranks
+from ..model.warm_up import check_serving, compile_and_warm_up
 from .checkpoint import Checkpoint, Problems, read_checkpoint
 from .draft_placement import NOT_ON_A_GPU, cache_bytes, describe_drafts, loads_drafts, place_drafts, without_drafts
 from .fill import fill
@@ -70,6 +71,7 @@ def load(
     compiled: str | Path | None = None,
     compiled_digest: str | None = None,
     compiled_required: bool = False,
+    warm_up: bool | Mapping[str, Any] = False,
 ) -> Any:
     """Load a DeepSeek-V4 checkpoint and return it converted (see `convert`), in eval mode.
 
@@ -91,13 +93,17 @@ def load(
         compiled, compiled_digest, compiled_required: path, digest and required of `use_compiled`: a folder that
             `dsv4 build` or `save_compiled` wrote, whose code the model starts from. It is code, so none is looked for
             in `path`.
+        warm_up: return a model nobody waits for: compiled in place, kernels built, and on a GPU captured, see
+            `hf.warm_up`. True compiles with fullgraph=True, and on a GPU `dsv4.cudagraph="full"`; a dict has options
+            of backend="dsv4" that differ. Drafts warm up too, and all ranks of a split model.
 
     Memory holds the weights and, while they are read, at most 16 MiB for each thread that reads, pinned for a GPU, and
     one tensor that is converted. Threads are as many as CPUs that the process may use, at most 16. The log (INFO) and
-    the progress say where the seconds went. Parameters need no gradient.
+    the progress say where the seconds went; `dsv4 doctor FOLDER --start` prints a table. Parameters need no gradient.
 
     Raises, before anything is allocated: E209 for a folder that is incomplete or damaged, E207 for tensors that do not
-    fit the configuration, E205 for another model, E210 if weights and caches do not fit into the device's memory.
+    fit the configuration, E205 for another model, E210 if weights and caches do not fit into the device's memory,
+    and with `warm_up` E301 and E420 for its options, E101 without a C++ compiler on a CPU, E208 under autocast.
     """
     sizes: dict[str, Any] = {
         "max_batch_size": check_size("max_batch_size", max_batch_size),
@@ -116,6 +122,7 @@ def load(
         why="weights that are made there could not be moved or replaced",
         fix="load outside, and run the model inside",
     )
+    options_of_warm_up = _options_of(warm_up, place_on, compiled is None)
     modes = ("auto", "on", "off")
     check(drafts in modes, "E201", got=f"drafts={drafts!r}", rule=f"drafts is one of {', '.join(modes)}")
     begin = time.monotonic()
@@ -155,6 +162,7 @@ def load(
     if placement.tied is not None:
         _check_tied(checkpoint, placement.tied)
     planned = time.monotonic()
+    start_times.count("read", planned - begin)
     for each in placements:
         allocate(each, DeepseekV4Config.from_hf(each.model.config), place_on)
     allocated = time.monotonic()
@@ -183,7 +191,26 @@ def load(
     )
     if compiled is not None:
         use_compiled(converted, compiled, digest=compiled_digest, required=compiled_required)
+    if mesh is not None:  # a rank alone in a warm-up would wait for the others
+        agreement.check_agree("load", {"warm_up": repr(warm_up)}, Ranks.of(mesh))
+    if options_of_warm_up is not None:
+        compile_and_warm_up(converted, options_of_warm_up)
     return converted
+
+
+def _options_of(warm_up: Any, device: torch.device, compiles: bool) -> Mapping[str, Any] | None:
+    """Return the options to compile with, or None for a model that is not warmed up.
+
+    Raises E201 for a value that is neither, and what `check_serving` raises.
+    """
+    good = type(warm_up) is bool or isinstance(warm_up, Mapping)
+    rule = 'warm_up is True, False, or a dict of options as {"dsv4.strict": "after_warmup"}'
+    check(good, "E201", got=f"warm_up={shown(warm_up)}", rule=rule, fix="pass one of them")
+    if warm_up is False:
+        return None
+    options: Mapping[str, Any] = {} if warm_up is True else warm_up
+    check_serving(device, options, compiles=compiles)
+    return options
 
 
 def _device(device: torch.device | str | None) -> torch.device:

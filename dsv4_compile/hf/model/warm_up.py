@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ... import progress
+from ..._compat import cpp_builder
 from ...debug import LateWork, compile_log
 from ...errors import check, fail
+from ...ops.common.define import OPS
+from ...options import Options
 from ...runtime.backends import shared_graphs
 from ...runtime.bucket_sizes import chunk_tokens, request_buckets, token_buckets
 from ...runtime.compiled import counting
-from ...runtime.start_times import count, spending, spent, start_table
+from ...runtime.start_times import count, spending, spent, start_line, start_table
 from ...runtime.warmup import warming_up
 from .cache import CACHE_NAME, PagedCache
 from .causal_lm import CompilableForCausalLM
+from .draft_generate import OPTION
 from .token_buckets import COMPILED_AS, SHORT, CompiledAs
+from .token_inputs import refuse_autocast
 
 _log = logging.getLogger("dsv4_compile.hf")
 _CALLS_OF_A_CAPTURE = 3
@@ -84,23 +90,27 @@ def warm_up(model: Any, *, cache: PagedCache | None = None) -> WarmUp:
     paged = held.paged
     prompts: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
-    calls = _kinds(model, paged)
+    drafted = model.dsv4_drafts is not None
+    calls = _kinds(paged, False if drafted else None)
     if how.buckets:
         prompts = token_buckets(chunk_tokens(paged.max_batch_size, paged.max_step_tokens))
         batches = request_buckets(paged.max_batch_size)
         calls = _sizes(prompts, batches, paged.max_step_tokens)
+    if drafted:
+        calls += _kinds(paged, True)
     before = spent()
-    with warming_up(), compile_log() as log, counting() as counts:
-        with spending("run"), progress.stage("warm up", total=len(calls)) as work:
-            for rows, columns, logits in calls:
-                work.note(f"{rows} x {columns} tokens")
+    # Whatever the caller's modes are: graphs guard that of inference, and calls leave it.
+    modes = torch.inference_mode(False), torch.no_grad()
+    stage = progress.stage("warm up", total=len(calls))
+    with modes[0], modes[1], warming_up(), compile_log() as log, counting() as counts, stage as work:
+        with spending("run"):
+            for call in calls:
+                work.note(f"{call.rows} x {call.columns} tokens{' with drafts' if call.drafts else ''}")
                 for _ in range(_CALLS_OF_A_CAPTURE if how.graphs else 1):
-                    if how.buckets:
-                        _call(model, rows, columns, logits, cache)
-                    else:
-                        _generate(model, rows, columns, cache)
+                    call.run(model, cache)
                 work.advance()
         _count_compilations(log, before)
+        work.note(start_line({kind: seconds - before[kind] for kind, seconds in spent().items()}))
     device = held.seq_lens.device
     held_bytes = shared_graphs(device, how.graphs).memory() if how.graphs else 0
     graphs = sum(entry.kind == "compile" for entry in log)
@@ -109,45 +119,85 @@ def warm_up(model: Any, *, cache: PagedCache | None = None) -> WarmUp:
     return done
 
 
-def _sizes(prompts: tuple[int, ...], batches: tuple[int, ...], step_tokens: int) -> list[tuple[int, int, int]]:
-    """Return rows, columns and logits to keep of calls of all sizes, the largest first: others fit in its memory."""
+def compile_and_warm_up(model: Any, options: Mapping[str, Any] | None = None) -> WarmUp:
+    """Compile a converted model in place, as `hf.load(warm_up=True)` and `dsv4 build` do, and warm it up.
+
+    Args:
+        options: of backend="dsv4", in place of `serving_options` where they differ.
+    """
+    device = model.model.dsv4_cache.seq_lens.device
+    model.compile(fullgraph=True, backend="dsv4", options=serving_options(device, options) or None)
+    return warm_up(model)
+
+
+def serving_options(device: torch.device, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return `options` of a model that serves on `device`, with captures on a GPU unless they say otherwise."""
+    captured = {"dsv4.cudagraph": "full"} if device.type == "cuda" else {}
+    return {**captured, **(options or {})}
+
+
+def check_serving(device: torch.device, options: Mapping[str, Any], *, compiles: bool) -> None:
+    """Raise E101, E301, E420 or E208 where a model on `device` could not be compiled with `options`, before it is read.
+
+    That are options that do not exist, captures on a CPU, autocast, and if it `compiles` C++ a missing compiler.
+    """
+    parsed = Options.parse(None, serving_options(device, options), ops=OPS)
+    if parsed.cudagraph == "full":
+        shared_graphs(device, str(parsed.capture.get("graphs", "auto")))
+    if torch.is_autocast_enabled(device.type):
+        refuse_autocast(device.type)
+    if compiles and device.type == "cpu" and (why := why_no_compiler()):
+        fix = "install g++, or name a compiler in CXX; load with warm_up=False and run without torch.compile"
+        fail("E101", got="warm_up=True on a CPU", why=why, fix=fix)
+
+
+def why_no_compiler() -> str:
+    """Return why Inductor cannot compile C++ here, or ""."""
+    try:
+        cpp_builder.get_cpp_compiler()
+    except RuntimeError as fault:  # torch's InvalidCxxCompiler and the errors of a search are such
+        return (str(fault).splitlines() or [type(fault).__name__])[0]
+    return ""
+
+
+class _Call(NamedTuple):
+    """A call of a warm-up: `logits` rows of a forward, or with None `generate`, with `drafts` as its argument."""
+
+    rows: int
+    columns: int
+    logits: int | None = None
+    drafts: bool | None = None
+
+    def run(self, model: Any, cache: PagedCache | None) -> None:
+        """Run padding alone, which writes no row of a cache; `generate` runs after a prompt of zeros."""
+        ids = torch.zeros(self.rows, self.columns, dtype=torch.int64, device=model.device)
+        more = {} if cache is None else {CACHE_NAME: cache}
+        try:
+            if self.logits is not None:
+                model(ids, attention_mask=torch.zeros_like(ids), logits_to_keep=self.logits, **more)
+                return
+            options = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, OPTION: self.drafts, **more}
+            model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        finally:
+            if cache is not None:
+                cache.reset()
+
+
+def _sizes(prompts: tuple[int, ...], batches: tuple[int, ...], step_tokens: int) -> list[_Call]:
+    """Return calls of all sizes, the largest first: others fit in its memory."""
     calls = []
     for tokens in reversed(prompts):
         rows = -(-tokens // step_tokens)
-        calls.append((rows, max(2, tokens // rows), 1))
+        calls.append(_Call(rows, max(2, tokens // rows), 1))
         if tokens <= SHORT:
-            calls.append((rows, max(2, tokens // rows), 0))
-    return calls + [(rows, 1, 1) for rows in reversed(batches)]
+            calls.append(_Call(rows, max(2, tokens // rows), 0))
+    return calls + [_Call(rows, 1, 1) for rows in reversed(batches)]
 
 
-def _kinds(model: Any, paged: Any) -> list[tuple[int, int, int]]:
-    """Return rows, columns and logits to keep of calls of each kind that `generate` makes."""
-    return [(rows, min(2, paged.max_step_tokens), 1) for rows in (1, 2) if rows <= paged.max_batch_size]
-
-
-@torch.no_grad()  # type: ignore[untyped-decorator]
-def _call(model: Any, rows: int, columns: int, logits: int, cache: PagedCache | None) -> None:
-    """Run padding alone, which writes no row of a cache."""
-    ids = torch.zeros(rows, columns, dtype=torch.int64, device=model.device)
-    more = {} if cache is None else {CACHE_NAME: cache}
-    try:
-        model(ids, attention_mask=torch.zeros_like(ids), logits_to_keep=logits, **more)
-    finally:
-        if cache is not None:
-            cache.reset()
-
-
-def _generate(model: Any, rows: int, columns: int, cache: PagedCache | None) -> None:
-    """Generate after a prompt of zeros: a prefill and a decode as `generate` calls them."""
-    ids = torch.zeros(rows, columns, dtype=torch.int64, device=model.device)
-    more = {} if cache is None else {CACHE_NAME: cache}
-    try:
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, min_new_tokens=2, do_sample=False, **more
-        )
-    finally:
-        if cache is not None:
-            cache.reset()
+def _kinds(paged: Any, drafts: bool | None) -> list[_Call]:
+    """Return a call of each kind that `generate` makes."""
+    columns = min(2, paged.max_step_tokens)
+    return [_Call(rows, columns, drafts=drafts) for rows in (1, 2) if rows <= paged.max_batch_size]
 
 
 def _count_compilations(log: list[LateWork], before: dict[str, float]) -> None:
