@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from dsv4_compile.hf.tiny import tiny_model
+from tests.hf.small import LAYERS
+
+
+@pytest.fixture(scope="module")
+def original() -> Any:
+    """Eager transformers' model, which tests copy before they change it."""
+    return tiny_model(**LAYERS)
 
 
 @pytest.fixture(autouse=True)

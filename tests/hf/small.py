@@ -23,6 +23,16 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, atol=2e-4, rtol=0)
 
 
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    return model(ids, **options).logits
+
+
+def eager_logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    """Return logits of a model of transformers, or of a converted one, without a cache in the result."""
+    return logits(model, ids, use_cache=False, **options)
+
+
 def assert_records_what_eager_records(converted: Any, original: Any) -> None:
     """Compare hidden states, router logits and losses of a batch."""
     ids = random_ids(2, 20)

@@ -15,18 +15,13 @@ from torch import Tensor, nn
 from dsv4_compile import DSV4Error, hf
 from dsv4_compile.hf.tiny import tiny_model
 from tests.hf import official
-from tests.hf.small import LAYERS, close, random_ids
+from tests.hf.small import LAYERS, close, eager_logits, random_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 128}
 LINEARS = ["q_b_proj", "kv_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ALL: dict[str, Any] = {"target_modules": [*LINEARS, "up_proj"], "target_parameters": EXPERTS}
-
-
-@pytest.fixture(scope="module")
-def original() -> Any:
-    return tiny_model(**LAYERS)
 
 
 def lora(**options: Any) -> peft.LoraConfig:
@@ -49,14 +44,9 @@ def adapted(original: Any, *configs: Any) -> Any:
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor) -> Tensor:
-    return model(ids, use_cache=False).logits
-
-
-@torch.no_grad()
 def check_computes_what_peft_computes(model: Any, **options: Any) -> Any:
     ids = random_ids(2, 24)
-    want = logits(model, ids)
+    want = eager_logits(model, ids)
     converted = hf.convert(model.base_model.model, **SIZES, **options)
     close(converted(ids).logits, want)
     return converted
@@ -92,7 +82,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 def test_merged_adapters_compute_what_peft_computes(original: Any, kind: str) -> None:
     model = adapted(original, KINDS[kind]())
     ids = random_ids(2, 24)
-    assert (logits(model, ids) - logits(original, ids)).abs().max() > 0.01
+    assert (eager_logits(model, ids) - eager_logits(original, ids)).abs().max() > 0.01
     converted = check_computes_what_peft_computes(model, merge_adapters=True)
     assert set(converted.state_dict()) == set(original.state_dict())
 
@@ -159,7 +149,7 @@ def test_a_model_with_injected_adapters_is_plain_afterwards(original: Any, tmp_p
     model._hf_peft_config_loaded = True
     hf.convert(model.eval(), **SIZES, merge_adapters=True).save_pretrained(tmp_path)
     again, ids = type(original).from_pretrained(tmp_path).eval(), random_ids(2, 24)
-    close(model(ids).logits, logits(again, ids))
+    close(model(ids).logits, eager_logits(again, ids))
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -175,7 +165,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 def check_refused_unchanged(model: Any, converted: Any, match: str, *errors: type, **options: Any) -> None:
     ids = random_ids(2, 24)
-    want, before = logits(model, ids), state_of(model)
+    want, before = eager_logits(model, ids), state_of(model)
     with pytest.raises(errors or DSV4Error, match=match):
         hf.convert(converted, **SIZES | options)
     after = state_of(model)
@@ -183,7 +173,7 @@ def check_refused_unchanged(model: Any, converted: Any, match: str, *errors: typ
     for name, value in before.items():
         equal = torch.equal(value.view(torch.uint8), after[name].view(torch.uint8)) if isinstance(value, Tensor) and value.dim() else value == after[name]  # fmt: skip # noqa: E501
         assert equal, name
-    assert torch.equal(logits(model, ids), want)
+    assert torch.equal(eager_logits(model, ids), want)
 
 
 def tied(original: Any) -> Any:
@@ -257,7 +247,7 @@ def test_a_convert_that_ends_early_changes_nothing(
 def test_a_refused_configuration_changes_nothing(original: Any, change: dict[str, Any]) -> None:
     model = adapted(original, lora(**ALL))
     ids = random_ids(2, 24)
-    want = logits(model, ids)
+    want = eager_logits(model, ids)
     inner = model.base_model.model
     held = {name: getattr(inner.config, name) for name in change}
     for name, value in change.items():
@@ -266,7 +256,7 @@ def test_a_refused_configuration_changes_nothing(original: Any, change: dict[str
         hf.convert(inner, **SIZES, merge_adapters=True)
     for name, value in held.items():
         setattr(inner.config, name, value)
-    assert torch.equal(logits(model, ids), want)
+    assert torch.equal(eager_logits(model, ids), want)
 
 
 UNCALLED = [kind for kind in KINDS if kind not in ("embeddings",)]
@@ -325,5 +315,5 @@ def test_parametrised_weights_of_modules_that_are_called_run(original: Any) -> N
     model, ids = copy.deepcopy(original), random_ids(2, 24)
     for module in (model.lm_head, model.model.embed_tokens):
         nn.utils.parametrize.register_parametrization(module, "weight", Twice())
-    want = logits(model, ids)
+    want = eager_logits(model, ids)
     close(hf.convert(model, **SIZES)(ids).logits, want)

@@ -61,12 +61,6 @@ def test_both_names_in_one_call_are_refused(converted: Any) -> None:
             call(ids, **both)
 
 
-def test_the_cache_answers_what_transformers_asks_of_one(converted: Any) -> None:
-    cache = hf.new_cache(converted)
-    assert not cache.is_croppable and not any(cache.is_linear) and not cache.is_compileable
-    assert cache.get_max_length() == 256
-
-
 def test_a_transformers_with_a_name_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its model would ignore our cache, and give other tokens without an error."""
     renamed = dataclasses.make_dataclass("MoeModelOutputWithPast", ["last_hidden_state", "kv_state"])

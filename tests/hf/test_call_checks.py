@@ -7,6 +7,7 @@ import gc
 import weakref
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from transformers import LogitsProcessorList
 from dsv4_compile import hf
 from dsv4_compile.hf.model.cache import CACHE_NAME
 from dsv4_compile.hf.tiny import tiny_config, tiny_model
-from tests.hf.small import LAYERS, assert_records_what_eager_records, close, random_ids
+from tests.hf.small import LAYERS, close, eager_logits, random_ids
 
 MAX_SEQ_LEN = 256
 
@@ -26,18 +27,8 @@ def converted_model(**options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def original() -> Any:
-    return tiny_model(**LAYERS)
-
-
-@pytest.fixture(scope="module")
 def converted() -> Any:
     return converted_model()
-
-
-@torch.no_grad()
-def eager(model: Any, ids: Tensor, **options: Any) -> Tensor:
-    return model(ids, use_cache=False, **options).logits
 
 
 def compiled(model: Any) -> Any:
@@ -52,7 +43,7 @@ class TestCaches:
         ids = random_ids(1, 9)
         first = converted(ids)[CACHE_NAME]
         continued = converted(ids[:, :1], past_key_values=first)
-        close(continued.logits, eager(original, torch.cat((ids, ids[:, :1]), 1))[:, -1:])
+        close(continued.logits, eager_logits(original, torch.cat((ids, ids[:, :1]), 1))[:, -1:])
         converted(random_ids(1, 5))
         for use in (lambda: converted(ids[:, :1], past_key_values=first), first.get_seq_length):
             with pytest.raises(ValueError, match=r"E208[\s\S]*stale"):
@@ -106,7 +97,7 @@ class TestCaches:
             converted.generate(turn, past_key_values=cache, num_return_sequences=2, do_sample=True, max_new_tokens=2)
         cache.reset()
         ids = random_ids(2, 8)
-        close(converted(ids, past_key_values=cache).logits, eager(original, ids))
+        close(converted(ids, past_key_values=cache).logits, eager_logits(original, ids))
 
     def test_the_cache_of_another_model(self, converted: Any) -> None:
         other = hf.convert(tiny_model(), max_batch_size=1, max_seq_len=MAX_SEQ_LEN)
@@ -190,12 +181,12 @@ def test_arguments_that_say_what_follows_anyway(original: Any, converted: Any) -
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)  # as transformers numbers padding
     got = converted(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
-    close(got[1], eager(original, ids[1:])[0])
-    close(got[0, 2:], eager(original, ids[:1, 2:])[0])
+    close(got[1], eager_logits(original, ids[1:])[0])
+    close(got[0, 2:], eager_logits(original, ids[:1, 2:])[0])
     new = random_ids(2, 1)
     whole = torch.cat((mask, torch.ones_like(new)), 1)
     got = converted(new, attention_mask=whole.bool(), position_ids=torch.tensor([[4], [6]]), past_key_values=cache)
-    close(got.logits[1], eager(original, torch.cat((ids, new), 1)[1:])[0, -1:])
+    close(got.logits[1], eager_logits(original, torch.cat((ids, new), 1)[1:])[0, -1:])
     whole[1, 0] = 0
     with pytest.raises(ValueError, match=r"E208[\s\S]*past columns"):
         converted(new, attention_mask=torch.cat((whole, torch.ones_like(new)), 1), past_key_values=cache)
@@ -211,12 +202,8 @@ def test_columns_count_padding_and_a_whole_mask_ends_with_the_new_columns(origin
         converted(new, attention_mask=whole, position_ids=torch.tensor([[9], [3]]), past_key_values=cache)
     got = converted(new, attention_mask=whole, past_key_values=cache).logits
     for row, start in enumerate((2, 3)):
-        close(got[row], eager(original, torch.cat((ids, new), 1)[row : row + 1, start:])[0, -1:])
+        close(got[row], eager_logits(original, torch.cat((ids, new), 1)[row : row + 1, start:])[0, -1:])
     assert cache.get_seq_length() == 7 and cache.seq_lens[:2].tolist() == [5, 4]
-
-
-def test_recorded_outputs_are_those_of_eager(original: Any, converted: Any) -> None:
-    assert_records_what_eager_records(converted, original)
 
 
 def test_backward_raises(converted: Any) -> None:
@@ -233,29 +220,6 @@ def test_autocast_is_named(converted: Any) -> None:
         converted(random_ids(1, 5))
 
 
-class _LoraLinear(nn.Module):
-    """A linear with an adapter, in the interface of PEFT's layers."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base_layer.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.b(self.a(x))
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        self.base_layer.weight.add_(self.b.weight @ self.a.weight)
-
-    def get_base_layer(self) -> nn.Module:
-        return self.base_layer
-
-
 class TestWeights:
     """Weights that are replaced are used; what would have no effect is refused and named."""
 
@@ -269,9 +233,9 @@ class TestWeights:
             for parameter in other.parameters():
                 parameter.mul_(1.25)
         ids = random_ids(1, 20)
-        close(model(ids).logits, eager(plain, ids))
+        close(model(ids).logits, eager_logits(plain, ids))
         model.load_state_dict(other.state_dict(), assign=True)
-        close(model(ids).logits, eager(other, ids))
+        close(model(ids).logits, eager_logits(other, ids))
         attention, theirs = model.model.layers[0].self_attn, plain.model.layers[0].self_attn
         attention.q_a_proj.weight = nn.Parameter(theirs.q_a_proj.weight.clone())
         attention.kv_proj.weight.data = theirs.kv_proj.weight.data.clone()
@@ -279,17 +243,17 @@ class TestWeights:
             {**other.model.layers[0].self_attn.state_dict(), **{k: theirs.state_dict()[k] for k in
              ("q_a_proj.weight", "kv_proj.weight")}}
         )  # fmt: skip
-        close(model(ids).logits, eager(other, ids))
+        close(model(ids).logits, eager_logits(other, ids))
 
     def test_a_wrapper_of_torch_compile_sees_them_too(self) -> None:
         model, other = converted_model(), tiny_model(**LAYERS)
         wrapper = torch.compile(model, fullgraph=True, backend="dsv4", options={"fallback_by_default": True})
         ids = random_ids(1, 20)
-        close(wrapper(ids).logits, eager(other, ids))
+        close(wrapper(ids).logits, eager_logits(other, ids))
         weight = other.model.layers[1].self_attn.q_b_proj.weight.detach().roll(1, 0)
         other.model.layers[1].self_attn.q_b_proj.weight = nn.Parameter(weight)
         model.model.layers[1].self_attn.q_b_proj.weight = nn.Parameter(weight.clone())
-        close(wrapper(ids).logits, eager(other, ids))
+        close(wrapper(ids).logits, eager_logits(other, ids))
         with pytest.raises(ValueError, match="E208"):
             wrapper(ids, attention_mask=torch.zeros(1, 20))
 
@@ -326,7 +290,8 @@ class TestWeights:
         elif change == "forward":
             projection.forward = lambda x: x
         elif change == "adapter":
-            attention.q_b_proj = _LoraLinear(projection)
+            peft.inject_adapter_in_model(peft.LoraConfig(target_modules=r".*1.self_attn.q_b_proj"), model)
+            model.eval()
         elif change == "parametrisation":
             nn.utils.parametrize.register_parametrization(projection, "weight", nn.Identity())
         else:
@@ -339,17 +304,6 @@ class TestWeights:
         model.model.layers[0].self_attn.kv_proj.weight = nn.Parameter(torch.zeros(3, 3))
         with pytest.raises(ValueError, match=r"E207[\s\S]*kv_proj.weight of layer 0"):
             model(random_ids(1, 4))
-
-    def test_adapters_are_merged_on_request(self) -> None:
-        model = tiny_model(**LAYERS)
-        attention = model.model.layers[0].self_attn
-        attention.q_b_proj = _LoraLinear(attention.q_b_proj)
-        ids = random_ids(1, 20)
-        want = eager(model, ids)
-        with pytest.raises(ValueError, match=r"E208[\s\S]*q_b_proj"):
-            hf.convert(model, max_batch_size=1, max_seq_len=MAX_SEQ_LEN)
-        hf.convert(model, max_batch_size=1, max_seq_len=MAX_SEQ_LEN, merge_adapters=True)
-        close(model(ids).logits, want)
 
     def test_a_deep_copy_and_a_saved_copy_have_weights_of_their_own(self, tmp_path: Any) -> None:
         converted, ids = converted_model(), random_ids(1, 20)
@@ -379,7 +333,7 @@ def test_saved_and_reverted_models_are_plain(original: Any, tmp_path: Any) -> No
     hf.revert(model)
     for length in range(2, 14):  # more graphs than a recompile limit allows
         ids = random_ids(1, length)
-        close(eager(model, ids), eager(original, ids))
+        close(eager_logits(model, ids), eager_logits(original, ids))
 
 
 def test_an_attention_factor_that_transformers_would_compute_is_refused() -> None:

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 
 from dsv4_compile import hf
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.runtime.captures import tensor_bytes
+from tests.hf.small import eager_logits, random_ids
 
 MAX_SEQ_LEN = 512
 
@@ -24,15 +24,6 @@ def original():
 @pytest.fixture(scope="module")
 def converted():
     return hf.convert(tiny_model(), max_batch_size=4, max_seq_len=MAX_SEQ_LEN)
-
-
-@torch.no_grad()
-def eager_logits(model, ids: Tensor) -> Tensor:
-    return model(ids, use_cache=False).logits
-
-
-def random_ids(*shape: int) -> Tensor:
-    return torch.randint(0, 512, shape)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 126, 127, 128, 130, 300])
@@ -197,17 +188,6 @@ def test_revert_restores_the_model(original) -> None:
 class TestErrors:
     """Unsupported calls raise before anything is written."""
 
-    @pytest.mark.parametrize(
-        "change, code",
-        [({"num_key_value_heads": 2}, "E205"), ({"compress_rates": {"heavily_compressed_attention": 64}}, "E205")],
-    )
-    def test_unsupported_configurations(self, change: dict, code: str) -> None:
-        model = tiny_model()
-        for name, value in change.items():
-            setattr(model.config, name, value)
-        with pytest.raises(ValueError, match=code):
-            hf.convert(model, max_batch_size=1, max_seq_len=256)
-
     def test_model_types(self, converted) -> None:
         with pytest.raises(ValueError, match="already converted"):
             hf.convert(converted, max_batch_size=1, max_seq_len=256)
@@ -245,12 +225,6 @@ class TestErrors:
         converted.eval()
         with pytest.raises(ValueError, match="E208"):
             converted(inputs_embeds=torch.randn(1, 4, 128))
-
-    def test_a_sequence_over_its_capacity(self, converted) -> None:
-        cache = hf.new_cache(converted, max_seq_len=256)
-        converted(random_ids(1, 256), past_key_values=cache)
-        with pytest.raises(ValueError, match="E204"):
-            converted(random_ids(1, 1), past_key_values=cache)
 
 
 def test_generate_warns_once_that_it_is_not_compiled(caplog) -> None:

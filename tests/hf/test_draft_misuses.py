@@ -1,4 +1,4 @@
-"""Tests of drafts under what callers of transformers do besides plain calls; nothing is compiled."""
+"""Tests of calls that callers of transformers make with drafts besides plain ones; nothing is compiled."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from dsv4_compile import DSV4Error, hf
 from dsv4_compile.hf.tiny import tiny_config, tiny_model
-from tests.hf.small import close
+from tests.hf.small import close, eager_logits
 
 theirs: Any = modeling_deepseek_v4
 TYPES: Any = tiny_config().layer_types
@@ -25,11 +25,6 @@ BOTH = pytest.mark.parametrize("attention_only", [False, True], ids=["whole", "a
 def original() -> Any:
     """Layers: SWA by hash, CSA and HCA."""
     return tiny_model(num_hidden_layers=3, layer_types=TYPES[:3])
-
-
-@torch.no_grad()
-def eager_logits(model: Any, ids: Tensor) -> Tensor:
-    return model(ids, use_cache=False).logits
 
 
 def converted(model: Any, attention_only: bool) -> Any:
@@ -45,6 +40,7 @@ def put(path: str, name: str, value: Any) -> Change:
             delattr(module, name)
         setattr(module, name, new)
 
+    change.name = name  # type: ignore[attr-defined]
     return change
 
 
@@ -127,6 +123,7 @@ ATTENTION: dict[str, Change] = {
     "tied weights": tied("layers.1.self_attn.compressor.kv_proj", "layers.1.self_attn.compressor.gate_proj"),
     "weights tied to another layer's": tied("layers.1.self_attn.q_a_proj", "layers.0.self_attn.q_a_proj"),
     "window": lambda m: setattr(m.config, "sliding_window", 16),
+    "attention scaling of compressed entries": put("rotary_emb", "compress_attention_scaling", 2.0),
     "a missing module": lambda m: delattr(m.layers[0].self_attn, "kv_norm"),
 }
 """Changes of modules and numbers that attention's ops replace."""
@@ -149,6 +146,9 @@ AROUND: dict[str, Change] = {
     "a hyper-connection's class": subclass("layers.1.ffn_hc"),
     "the head's class": subclass("hc_head"),
     "the last norm's class": subclass("norm"),
+    "eps of the norm of a hyper-connection": put("layers.1.attn_hc.input_norm", "eps", 0.5),
+    "eps of the norm of another": put("layers.1.ffn_hc.input_norm", "eps", 0.5),
+    "eps of the norm after attention": put("layers.1.post_attention_layernorm", "variance_epsilon", 0.5),
     "eps of the head's norm": put("hc_head.input_norm", "eps", 0.5),
     "eps of the last norm": put("norm", "variance_epsilon", 0.5),
     "a bias of the shared expert": with_bias("layers.1.mlp.shared_experts.down_proj"),
@@ -191,8 +191,9 @@ def changed(model: Any, change: Change) -> Any:
 def test_a_change_before_convert_is_used_or_refused(original: Any, what: str, attention_only: bool) -> None:
     model = changed(copy.deepcopy(original), CHANGES[what])
     if what in ATTENTION or (what in AROUND and not attention_only):
-        with pytest.raises(ValueError, match=r"E20[578]"):
+        with pytest.raises(ValueError, match=r"E20[578]") as refused:
             converted(model, attention_only)
+        assert what not in AROUND or not hasattr(CHANGES[what], "name") or "attention_only=True" in str(refused.value)
         assert type(model.model) is theirs.DeepseekV4Model and not hasattr(model.model, "dsv4_cache")
     else:
         want = eager_logits(model, IDS)
@@ -210,8 +211,9 @@ def test_a_change_after_convert_is_used_or_refused(original: Any, what: str, att
     try:
         with torch.no_grad():
             got = model(IDS).logits
-    except DSV4Error:
+    except DSV4Error as refused:
         assert what in ATTENTION or what in AROUND or "two" in what
+        assert getattr(CHANGES[what], "name", "") in str(refused)
     else:
         assert what not in ATTENTION
         close(got, eager_logits(changed(copy.deepcopy(original), CHANGES[what]), IDS))

@@ -16,10 +16,9 @@ from torch import tensor
 
 from dsv4_compile import DSV4Error, hf
 from dsv4_compile.cache import PagedCaches
-from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.metadata import MetadataBuffers
 from dsv4_compile.runtime import DecodeRunner
-from tests.hf.serving import alone, damaged, good
+from tests.hf.serving import alone, damaged
 
 IDS = [5, 6, 7, 8]
 
@@ -254,9 +253,3 @@ def test_misuses_of_constructors_buffers_and_runners_are_errors(model: Any, name
 def test_a_request_that_no_batch_submitted(model: Any, batch: Any) -> None:
     with pytest.raises(DSV4Error, match="E201"):
         hf.Request(None, None)  # type: ignore[arg-type]
-
-
-def test_another_model_than_the_one_of_a_cache(model: Any) -> None:
-    other = hf.convert(tiny_model(hidden_size=64), max_batch_size=1, max_seq_len=256)
-    with pytest.raises(DSV4Error, match="E208"):
-        model(tensor([good(3)]), past_key_values=hf.new_cache(other))

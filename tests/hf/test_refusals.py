@@ -145,7 +145,8 @@ def test_every_member_of_a_cache_answers_or_is_refused(handle: bool, model: Any)
     cache = result[CACHE_NAME]
     assert (cache.batch_size, cache.is_initialized, cache.max_batch_size, len(cache)) == (2, True, 2, 2)
     assert cache.get_max_length() == cache.get_max_cache_shape() == cache.max_cache_len == 256
-    assert cache.get_seq_length() == 9 and not cache.is_compileable and not cache.is_croppable
+    assert cache.get_seq_length() == 9
+    assert not cache.is_compileable and not cache.is_croppable and not any(cache.is_linear)
     cache.early_initialization(2, 1, 64, torch.float32, torch.device("cpu"))
     with pytest.raises(DSV4Error, match="E204"):
         cache.early_initialization(3, 1, 64, torch.float32, torch.device("cpu"))

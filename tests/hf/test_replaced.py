@@ -11,15 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_compile import hf
-from dsv4_compile.hf.tiny import tiny_model
-from tests.hf.small import LAYERS, close, random_ids
+from tests.hf.small import close, random_ids
 
 Change = Callable[[Any], Any]
-
-
-@pytest.fixture(scope="module")
-def original() -> Any:
-    return tiny_model(**LAYERS)
 
 
 def converted(model: Any, attention_only: bool = False) -> Any:

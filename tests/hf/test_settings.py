@@ -3,88 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from dsv4_compile import hf
-from dsv4_compile.hf.tiny import tiny_model
-from tests.hf.small import LAYERS, close, random_ids
+from tests.hf.small import close, random_ids
 
 BOTH = pytest.mark.parametrize("attention_only", [True, False])
 
 
-@pytest.fixture(scope="module")
-def original() -> Any:
-    return tiny_model(**LAYERS)
-
-
 def converted(original: Any, attention_only: bool = True) -> Any:
     return hf.convert(copy.deepcopy(original), max_batch_size=2, max_seq_len=256, attention_only=attention_only)
-
-
-def set_all(name: str, value: Any) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        for module in model.model.layers[0].self_attn.modules():
-            if name in vars(module):
-                setattr(module, name, value)
-
-    return change
-
-
-READ_ONCE: dict[str, Callable[[Any], None]] = {
-    "variance_epsilon": set_all("variance_epsilon", 0.5),
-    "eps": set_all("eps", 0.5),
-    "scaling": set_all("scaling", 1.0),
-    "index_topk": set_all("index_topk", 2),
-    "weights_scaling": set_all("weights_scaling", 2.0),
-    "sliding_window": lambda model: setattr(model.config, "sliding_window", 4),
-    "compress_attention_scaling": lambda model: setattr(model.model.rotary_emb, "compress_attention_scaling", 2.0),
-}
-
-
-AROUND: dict[str, tuple[str, Any]] = {
-    "mlp.experts": ("act_fn", torch.nn.GELU()),
-    "mlp.shared_experts": ("limit", 0.1),
-    "attn_hc.input_norm": ("eps", 0.5),
-    "ffn_hc.input_norm": ("eps", 0.5),
-    "post_attention_layernorm": ("variance_epsilon", 0.5),
-}
-
-
-@pytest.mark.parametrize("path", AROUND)
-def test_a_setting_around_attention_is_refused_if_it_was_read_once_and_used_if_not(original: Any, path: str) -> None:
-    name, value = AROUND[path]
-    model, other, ids = converted(original, False), copy.deepcopy(original), random_ids(1, 9)
-    for each in (model, other):
-        each.model.layers[0].attn_hc.hc_eps = 0.1
-        each.model.layers[1].mlp.gate.top_k = 1
-    with torch.no_grad():
-        close(model(ids).logits, other(ids, use_cache=False).logits)
-    setattr(model.model.layers[1].get_submodule(path), name, value)
-    with pytest.raises(ValueError, match=rf"E208[\s\S]*got   {name}=.* of {path} of layer 1"):
-        model(ids)
-
-
-def test_experts_with_two_limits_are_not_converted(original: Any) -> None:
-    model = copy.deepcopy(original)
-    model.model.layers[1].mlp.shared_experts.limit = 0.1
-    with pytest.raises(ValueError, match=r"E208[\s\S]*got   limit=0.1 of mlp.shared_experts of layer 1"):
-        hf.convert(model, max_batch_size=1, max_seq_len=128, attention_only=False)
-
-
-@pytest.mark.parametrize("name", READ_ONCE)
-@BOTH
-def test_a_setting_that_was_read_once_is_refused_by_name(original: Any, name: str, attention_only: bool) -> None:
-    model, ids = converted(original, attention_only), random_ids(1, 9)
-    copied = copy.deepcopy(model)
-    READ_ONCE[name](copied)
-    with pytest.raises(ValueError, match=rf"E208[\s\S]*got   {name}="):
-        copied(ids)
-    model(ids)
-    hf.revert(copied)
 
 
 def frequencies(model: Any) -> list[tuple[Any, str]]:
@@ -130,33 +61,6 @@ def test_prompts_that_end_in_padding_are_refused(original: Any) -> None:
     mask[1, 7:] = 0
     with pytest.raises(ValueError, match=r"E208[\s\S]*end in padding"):
         model.generate(ids, attention_mask=mask, max_new_tokens=2)
-
-
-@BOTH
-def test_a_hook_of_the_rotary_embedding_is_refused(original: Any, attention_only: bool) -> None:
-    model = converted(original, attention_only)
-    model.model.rotary_emb.register_forward_hook(lambda *args: None)
-    with pytest.raises(ValueError, match=r"E208[\s\S]*rotary_emb of the model has forward hooks"):
-        model(random_ids(1, 4))
-
-
-@BOTH
-@pytest.mark.parametrize("path", ["", ".self_attn"])
-def test_an_attention_that_was_not_converted_is_refused(original: Any, path: str, attention_only: bool) -> None:
-    model = converted(original, attention_only)
-    model.set_submodule(f"model.layers.1{path}", copy.deepcopy(original.get_submodule(f"model.layers.1{path}")))
-    with pytest.raises(ValueError, match=r"E208[\s\S]*layer 1 with an attention that was not converted"):
-        model(random_ids(1, 4))
-
-
-def test_layers_that_are_swapped_or_removed_take_effect(original: Any) -> None:
-    ids = random_ids(2, 20)
-    for change in (lambda layers: layers.insert(0, layers.pop(1)), lambda layers: layers.pop(1)):
-        model, other = converted(original, False), copy.deepcopy(original)
-        for each in (model, other):
-            change(each.model.layers)
-        with torch.no_grad():
-            close(model(ids).logits, other(ids, use_cache=False).logits)
 
 
 @BOTH

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 
 from dsv4_compile import hf
 from dsv4_compile.hf.tiny import tiny_model
-from tests.hf.small import LAYERS, close, random_ids
-
-
-@pytest.fixture(scope="module")
-def original() -> Any:
-    return tiny_model(**LAYERS)
+from tests.hf.small import LAYERS, close, eager_logits, random_ids
 
 
 def converted_model() -> Any:
@@ -28,11 +23,6 @@ def converted_model() -> Any:
 @pytest.fixture(scope="module")
 def converted() -> Any:
     return converted_model()
-
-
-@torch.no_grad()
-def eager(model: Any, ids: Tensor) -> Tensor:
-    return model(ids, use_cache=False).logits
 
 
 def at_once(call: Callable[[int], Any], count: int) -> list[Any]:
@@ -60,18 +50,18 @@ def test_a_call_while_something_else_compiles(original: Any) -> None:
     attention = model.model.layers[1].self_attn
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.append(eager(model, ids))
+        found.append(eager_logits(model, ids))
         attention.kv_proj.weight = nn.Parameter(attention.kv_proj.weight.roll(1, 0))
-        found.append(eager(model, ids))
+        found.append(eager_logits(model, ids))
         return gm.forward
 
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-    close(found[0], eager(original, ids))
+    close(found[0], eager_logits(original, ids))
     with torch.no_grad():
         other = copy.deepcopy(original)
         weight = other.model.layers[1].self_attn.kv_proj.weight
         weight.copy_(weight.roll(1, 0))
-    close(found[1], eager(other, ids))
+    close(found[1], eager_logits(other, ids))
 
 
 def test_first_calls_at_once() -> None:
@@ -89,7 +79,7 @@ def test_first_calls_at_once() -> None:
         return torch.cat(parts, 1)
 
     for got, prompt in zip(at_once(call, len(prompts)), prompts, strict=True):
-        close(got, eager(original, prompt))
+        close(got, eager_logits(original, prompt))
 
 
 def test_one_cache_in_two_threads_is_refused(converted: Any) -> None:

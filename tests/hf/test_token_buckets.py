@@ -13,7 +13,7 @@ from dsv4_compile import hf
 from dsv4_compile.hf.model.token_buckets import COMPILED_AS, CompiledAs
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.runtime import bucket_sizes
-from tests.hf.small import LAYERS, close, random_ids
+from tests.hf.small import LAYERS, close, logits, random_ids
 
 MAX_BATCH, MAX_SEQ_LEN, STEP = 5, 256, 90
 
@@ -55,11 +55,6 @@ def steps(bucketed: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...
 
     monkeypatch.setattr(kind, "forward", noted)
     return shapes
-
-
-@torch.no_grad()
-def logits(model: Any, ids: Tensor, **more: Any) -> Tensor:
-    return model(ids, **more).logits
 
 
 def random_mask(rows: int, columns: int) -> Tensor:

@@ -20,7 +20,7 @@ from dsv4_compile.hf.model.model_snapshot import Snapshot
 from dsv4_compile.hf.model.unchanged_block import has_block
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.runtime import counting
-from tests.hf.small import LAYERS, close, random_ids
+from tests.hf.small import LAYERS, close, logits, random_ids
 
 CALLS = {"dsv4.impl": "eager", "fallback_by_default": True}
 CAPTURED = CALLS | {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"}
@@ -28,11 +28,6 @@ CAPTURED = CALLS | {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"
 
 def converted_model() -> Any:
     return hf.convert(tiny_model(**LAYERS), max_batch_size=2, max_seq_len=128)
-
-
-@pytest.fixture(scope="module")
-def original() -> Any:
-    return tiny_model(**LAYERS)
 
 
 @pytest.fixture
@@ -52,11 +47,6 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
         monkeypatch.setattr(kind, "holds", counted)
     yield found
-
-
-@torch.no_grad()
-def logits(model: Any, ids: Tensor, **more: Any) -> Tensor:
-    return model(ids, **more).logits
 
 
 def in_turn(model: Any, ids: Tensor, cache: Any) -> Tensor:

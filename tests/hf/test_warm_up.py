@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4_compile import hf, progress
 from dsv4_compile._compat import counters
@@ -19,7 +18,7 @@ from dsv4_compile.debug.serving import TRACE
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.runtime import counting
 from dsv4_compile.runtime.warmup import is_late
-from tests.hf.small import LAYERS, close, random_ids
+from tests.hf.small import LAYERS, close, logits, random_ids
 
 LONG = bool(os.environ.get("DSV4_LONG_STORM"))
 """Prompts of 1 to 4,096 tokens and batches of 1 to 8, which take minutes: set the variable."""
@@ -56,11 +55,6 @@ def warmed() -> tuple[Any, hf.WarmUp, dict[str, progress.Event]]:
     with progress.listen(events.append):
         done = hf.warm_up(model)
     return model, done, {event.stage: event for event in events}
-
-
-@torch.no_grad()
-def logits(model: Any, ids: Tensor, **more: Any) -> Tensor:
-    return model(ids, **more).logits
 
 
 def test_warm_up_has_one_graph_for_all_prompts_and_two_for_decodes(
