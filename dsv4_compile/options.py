@@ -31,6 +31,8 @@ _PREFIX = "dsv4."
 _PER_OP = "dsv4.impl."
 _PER_PASS = "dsv4.fuse."
 _PER_GRAPH = "dsv4.cudagraph."
+MAX_CAPTURE_BYTES = 8 << 30
+"""Default of dsv4.cudagraph.max_bytes: a tenth of an H100; the captures of V4-Flash's layers hold a quarter of it."""
 OPTIONS: Mapping[str, Option] = {
     "dsv4.impl": Option(
         "preferred implementation of all ops; an op that does not have it runs its reference",
@@ -110,6 +112,12 @@ OPTIONS: Mapping[str, Option] = {
         {"auto": "CUDA graphs, E420 on a CPU", "cuda": "the same", "standin": "a stand-in for tests on a CPU"},
     ),
     "dsv4.cudagraph.max_captures": Option("most shapes of a graph to capture; others run compiled (W601)", 64, int),
+    "dsv4.cudagraph.max_bytes": Option(
+        "most bytes that the captures of a device hold together: the least recently used are evicted, and captured "
+        "again when they are called more often",
+        MAX_CAPTURE_BYTES,
+        int,
+    ),
     "dsv4.cudagraph.max_tokens": Option(
         "most tokens of a call that is captured without dsv4.buckets; larger calls run compiled", 512, int
     ),

@@ -111,6 +111,12 @@ class GraphOutputs:
         for group in _overlapping(copied):
             self._copy(group)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the capture's memory that is kept alive."""
+        storages = {s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in self._sources}
+        return sum(storages.values())
+
     def for_call(self, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of a call with `args`, after the replay."""
         copies = [source.clone() for source in self._sources]

@@ -18,6 +18,7 @@ import torch
 from .._compat import TorchDispatchMode, pytree, without_cudagraph_trees
 from ..errors import GraphError, check, error, fail, warn
 from ..metadata.fixed import AtFixedAddresses
+from .capture_budget import CaptureBudget
 from .capture_status import without_collections
 
 Call = Callable[[], Any]
@@ -125,6 +126,10 @@ class Graphs(Protocol):
     kind: str
     device: torch.device
     lock: threading.RLock
+    budget: CaptureBudget
+
+    def wait(self) -> None:
+        """Wait until no replay runs any more."""
 
     def follow(self) -> None:
         """Let the current stream wait for the stream of the last caller, because its replay uses the same memory."""

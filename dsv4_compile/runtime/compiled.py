@@ -13,6 +13,7 @@ print(counts)  # Counts(captures=1, replays=61, compiled=3)
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import operator
@@ -20,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -29,9 +30,12 @@ from torch import Tensor
 from .. import progress
 from .._compat import copy_all, lie_at
 from ..errors import fail, warn
-from .addresses import HeldTensors, TensorRecord, compared
+from ..options import MAX_CAPTURE_BYTES
+from .addresses import TensorRecord, compared
 from .aliasing import GraphOutputs, owner, without_repeats
-from .captures import Capture, Graphs, check_not_capturing
+from .capture_budget import Evictable
+from .captured_call import NEVER, WAITS, CapturedCall
+from .captures import Graphs, check_not_capturing, tensor_bytes
 from .start_times import spending
 from .warmup import is_late
 
@@ -46,12 +50,14 @@ class Policy:
 
     Attributes:
         max_captures: shapes of one graph that are captured; further ones run compiled (W601).
+        max_bytes: memory that all captures of the device may hold, see `capture_budget`.
         max_tokens: calls of more tokens run compiled, unless they are `in_bucket`: lengths that do not repeat.
         debug: compare all addresses at each replay, not at the first alone.
         strict: a call that is captured, or counts for it, after warm-up raises E430.
     """
 
     max_captures: int = 64
+    max_bytes: int = MAX_CAPTURE_BYTES
     max_tokens: int = 512
     debug: bool = False
     strict: bool = False
@@ -59,15 +65,17 @@ class Policy:
 
 @dataclass(slots=True)
 class Counts:
-    """Captures, replays, and calls that ran compiled, of graphs with `dsv4.cudagraph="full"`."""
+    """Captures, replays, calls that ran compiled, and evicted captures, of graphs with `dsv4.cudagraph="full"`."""
 
     captures: int = 0
     replays: int = 0
     compiled: int = 0
+    evictions: int = 0
 
 
 in_bucket: ContextVar[bool] = ContextVar("dsv4_in_bucket", default=False)
 """Whether the caller pads to a few sizes, so that calls above `Policy.max_tokens` are captured too."""
+_replays = itertools.count(1)
 _counters: ContextVar[tuple[Counts, ...]] = ContextVar("dsv4_counts", default=())
 
 
@@ -82,30 +90,9 @@ def counting() -> Iterator[Counts]:
         _counters.reset(token)
 
 
-def _count(what: str) -> None:
+def _count(what: str, number: int = 1) -> None:
     for counts in _counters.get():
-        setattr(counts, what, getattr(counts, what) + 1)
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """One shape of the copied inputs with one set of in-place tensors, which it does not keep alive.
-
-    `others` are the in-place tensors, by their place among them, that are not in `compared`.
-    """
-
-    records: tuple[TensorRecord, ...]
-    where: str
-    ids: tuple[int, ...] = ()
-    addresses: list[int] = field(default_factory=list)
-    compared: tuple[HeldTensors, ...] | None = None
-    others: tuple[int, ...] = ()
-    references: tuple[weakref.ref[Tensor], ...] = ()
-    calls: int = 0
-    copies: tuple[Tensor, ...] = ()
-    capture: Capture | None = None
-    outputs: GraphOutputs | None = None
-    checked: bool = False
+        setattr(counts, what, getattr(counts, what) + number)
 
 
 class CapturedGraph:
@@ -132,7 +119,7 @@ class CapturedGraph:
         self._copied = tuple(i for i in range(len(self._names)) if i not in in_place)
         # From two positions on, itemgetter returns a tuple.
         self._pick = operator.itemgetter(*self._in_place) if len(self._in_place) > 1 else self._pick_few
-        self._entries: dict[Any, list[_Entry]] = {}
+        self._entries: dict[Any, list[CapturedCall]] = {}
         self._reported: set[str] = set()
         self._lost: list[str] = []  # names of inputs that were freed before their shape was captured
 
@@ -145,7 +132,7 @@ class CapturedGraph:
         with self._graphs.lock:
             entry = self._entry_of(args)
             if entry is not None:
-                if entry.capture is None and self._policy.strict and is_late():
+                if entry.capture is None and self._policy.strict and entry.waits < NEVER and is_late():
                     self._fail_late(entry)
                 entry.calls += 1
             if entry is not None and entry.calls > 1:
@@ -154,7 +141,7 @@ class CapturedGraph:
         _count("compiled")
         return self._compiled(*args)
 
-    def _fail_late(self, entry: _Entry) -> NoReturn:
+    def _fail_late(self, entry: CapturedCall) -> NoReturn:
         """Raise E430 for a call that warm-up has not captured, with its difference from those."""
         others = [
             captured for entries in self._entries.values() for captured in entries if captured.capture is not None
@@ -164,6 +151,8 @@ class CapturedGraph:
             pairs = zip(same.records, entry.records, strict=True)
             moved = ", ".join(now.name for before, now in pairs if before != now)
             why = f"it was captured with other memory for {moved}"
+        elif entry.waits > WAITS:
+            why = f"its capture was evicted, to keep captures within {self._policy.max_bytes:,} bytes"
         elif entry.calls:
             why = f"warm-up made {entry.calls} of the 3 calls of this shape that a capture takes"
         else:
@@ -172,16 +161,17 @@ class CapturedGraph:
             self._remove(entry)  # nothing has run, and warm-up may make its calls later
         fail("E430", got=f"capture {entry.where}", why=why)
 
-    def _warm_up_or_replay(self, entry: _Entry, args: tuple[Any, ...]) -> Any:
+    def _warm_up_or_replay(self, entry: CapturedCall, args: tuple[Any, ...]) -> Any:
         """Run a second or later call of `entry`, in the only thread that uses the captures."""
-        if entry.calls == 2:
+        if entry.capture is None and (entry.calls <= entry.waits or not self._capture(entry, args)):
             _count("compiled")
-            return self._graphs.warm_up(lambda: self._compiled(*args))
-        if entry.capture is None:
-            self._capture(entry, args)
+            results = self._graphs.warm_up(lambda: self._compiled(*args))
+            if entry.calls == WAITS:
+                entry.output_bytes = _new_bytes(results, args)
+            return results
         return self._replay(entry, args)
 
-    def _entry_of(self, args: tuple[Any, ...]) -> _Entry | None:
+    def _entry_of(self, args: tuple[Any, ...]) -> CapturedCall | None:
         """Return the entry of these inputs, a new one if there is room, or None for a call that stays compiled."""
         copied = [args[i] for i in self._copied]
         key = tuple((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else a for a in copied)
@@ -203,7 +193,7 @@ class CapturedGraph:
                 return entry
         return self._admit(key, in_place, records, copied)
 
-    def _has_same_others(self, entry: _Entry, args: tuple[Any, ...]) -> bool:
+    def _has_same_others(self, entry: CapturedCall, args: tuple[Any, ...]) -> bool:
         """Return whether a call has the in-place tensors of `entry`.
 
         The caller of a graph compares its model and cache. Where both have what they had, so do the inputs that come
@@ -215,7 +205,7 @@ class CapturedGraph:
         same = all(id(tensor) == entry.ids[i] for tensor, i in zip(others, entry.others, strict=True))
         return same and lie_at(others, [entry.addresses[i] for i in entry.others])
 
-    def _remember(self, entry: _Entry, in_place: list[Tensor]) -> None:
+    def _remember(self, entry: CapturedCall, in_place: list[Tensor]) -> None:
         """Recognise `entry` by these tensor objects, and drop it when one of their owners is freed.
 
         Views may be freed while their owner lives; the next ones are recognised by their address.
@@ -232,12 +222,12 @@ class CapturedGraph:
             *(weakref.ref(t, forget_ids) for t, o in zip(in_place, owners, strict=True) if o is not t),
         )
 
-    def _drop(self, entry: _Entry, name: str, _: Any) -> None:
+    def _drop(self, entry: CapturedCall, name: str, _: Any) -> None:
         # A callback, in whatever thread frees the tensor.
         if self._remove(entry) and entry.capture is None and len(self._lost) < _MAX_LOST:
             self._lost.append(name)
 
-    def _remove(self, entry: _Entry) -> bool:
+    def _remove(self, entry: CapturedCall) -> bool:
         """Forget an entry, and return whether it was known."""
         holders = [entries for entries in tuple(self._entries.values()) if entry in entries]
         for entries in holders:
@@ -251,7 +241,7 @@ class CapturedGraph:
 
     def _admit(
         self, key: Any, in_place: list[Tensor], records: tuple[TensorRecord, ...], copied: list[Any]
-    ) -> _Entry | None:
+    ) -> CapturedCall | None:
         tensors = [*in_place, *(x for x in copied if isinstance(x, Tensor))]
         elsewhere = next((t.device for t in tensors if t.device.type != self._graphs.device.type), None)
         if elsewhere is not None:
@@ -267,7 +257,7 @@ class CapturedGraph:
             self._warn("full", f"another shape after dsv4.cudagraph.max_captures={self._policy.max_captures}")
             return None
         where = f"the graph of {', '.join(str(tuple(x.shape)) for x in copied if isinstance(x, Tensor)) or 'no input'}"
-        entry = _Entry(records, where)
+        entry = CapturedCall(records, where)
         self._remember(entry, in_place)
         self._entries.setdefault(key, []).append(entry)
         return entry
@@ -288,31 +278,62 @@ class CapturedGraph:
             self._reported.add(reason)
             warn("W601", got=got, fix=fix)
 
-    def _capture(self, entry: _Entry, args: tuple[Any, ...]) -> None:
+    def _capture(self, entry: CapturedCall, args: tuple[Any, ...]) -> bool:
+        """Capture a call, and return whether it fits into the bytes that captures may hold."""
         captured_args: list[Any] = list(args)
         # Recorded again: a first call may have moved weights.
         entry.records = self._records_of([args[i] for i in self._in_place])
         entry.addresses = [record.address for record in entry.records]
-        with torch.inference_mode(False):
-            # No inference tensors, whatever the mode of this call: later calls write them in other modes.
-            for i in self._copied:
-                if isinstance(args[i], Tensor):
-                    like = args[i]
-                    captured_args[i] = torch.empty_strided(
-                        like.shape, like.stride(), dtype=like.dtype, device=like.device
-                    )
-        entry.copies = tuple(without_repeats(captured_args[i]) for i in self._copied if isinstance(args[i], Tensor))
-        self._copy_inputs(entry, args)
+        limit, budget = self._policy.max_bytes, self._graphs.budget
+        entry.input_bytes = sum(args[i].nbytes for i in self._copied if isinstance(args[i], Tensor))
+        if (alone := entry.output_bytes + entry.input_bytes) > limit:
+            return self._refuse(entry, alone)
         with spending("capture"), progress.stage("capture", total=1) as work:
             work.note(entry.where)
+            self._evict(budget.to_evict(alone, limit), entry, work)
+            with torch.inference_mode(False):
+                # No inference tensors, whatever the mode of this call: later calls write them in other modes.
+                for i in self._copied:
+                    if isinstance(args[i], Tensor):
+                        like = args[i]
+                        captured_args[i] = torch.empty_strided(
+                            like.shape, like.stride(), dtype=like.dtype, device=like.device
+                        )
+            entry.copies = tuple(without_repeats(captured_args[i]) for i in self._copied if isinstance(args[i], Tensor))
+            self._copy_inputs(entry, args)
             captured = self._graphs.capture(lambda: self._compiled(*captured_args), entry.where)
+            entry.outputs = GraphOutputs(captured.outputs, captured_args)
+            entry.output_bytes = entry.outputs.nbytes
+            entry.capture = replace(captured, outputs=())  # a view of a cache would keep it alive
+            del captured
+            pool = self._graphs.memory()
+            alone = max(budget.grown_by(pool), entry.output_bytes) + entry.input_bytes
+            budget.add(entry, pool)
+            self._evict(budget.to_evict(0, limit, keep=entry) if alone <= limit else [], entry, work)
             work.advance()
-        entry.outputs = GraphOutputs(captured.outputs, captured_args)
-        entry.capture = replace(captured, outputs=())  # a view of a cache would keep it alive
         self._lost.clear()
         _count("captures")
+        return alone <= limit or self._refuse(entry, alone)
 
-    def _replay(self, entry: _Entry, args: tuple[Any, ...]) -> list[Any]:
+    def _refuse(self, entry: CapturedCall, nbytes: int) -> bool:
+        """Let a shape whose capture holds `nbytes` run compiled from now on, and return False."""
+        self._warn("bytes", f"a capture of {nbytes:,} bytes, {entry.where}, for at most {self._policy.max_bytes:,}")
+        self._graphs.budget.evict([entry])
+        entry.waits = NEVER
+        return False
+
+    def _evict(self, captures: list[Evictable], entry: CapturedCall, work: progress.Stage) -> None:
+        """Free captures to make room for that of `entry`, and say so."""
+        if not captures:
+            return
+        work.note(f"{entry.where}, in place of {len(captures)} captures")
+        limit = self._policy.max_bytes
+        self._warn("evicted", f"captures of more than {limit:,} bytes: the least recently used are evicted")
+        self._graphs.wait()
+        self._graphs.budget.evict(captures)
+        _count("evictions", len(captures))
+
+    def _replay(self, entry: CapturedCall, args: tuple[Any, ...]) -> list[Any]:
         assert entry.capture is not None and entry.outputs is not None
         self._copy_inputs(entry, args)
         if self._policy.debug or not entry.checked:
@@ -320,15 +341,22 @@ class CapturedGraph:
                 record.check(args[i], entry.where)
             entry.checked = True
         entry.capture.replay()
+        entry.replayed = next(_replays)
         _count("replays")
         return entry.outputs.for_call(args)
 
-    def _copy_inputs(self, entry: _Entry, args: tuple[Any, ...]) -> None:
+    def _copy_inputs(self, entry: CapturedCall, args: tuple[Any, ...]) -> None:
         if entry.copies:
             copy_all(entry.copies, [without_repeats(args[i]) for i in self._copied if isinstance(args[i], Tensor)])
 
 
-def _lies_still(entry: _Entry, in_place: list[Tensor]) -> bool:
+def _new_bytes(results: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes of the results of a call that do not lie in its arguments."""
+    known = {owner(arg).untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+    return tensor_bytes([r for r in results if isinstance(r, Tensor) and r.untyped_storage().data_ptr() not in known])
+
+
+def _lies_still(entry: CapturedCall, in_place: list[Tensor]) -> bool:
     """Return whether the in-place tensors of a captured entry, the same objects, are where its graph reads them."""
     if not lie_at(in_place, entry.addresses):
         return False

@@ -16,6 +16,7 @@ from .._compat import OpOverload, pytree, recover_from_failed_capture
 from ..errors import GraphError, check, fail
 from ..layout import align_up
 from ..metadata.fixed import AtFixedAddresses
+from .capture_budget import CaptureBudget
 from .capture_status import HostEvents, is_invalidated
 from .captures import (
     SEGMENT_BYTES,
@@ -52,8 +53,12 @@ class CudaGraphs(AtFixedAddresses):
         self._begun = False
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # of the pool
         self._failed: list[torch.cuda.CUDAGraph] = []
-        self.lock = threading.RLock()
+        self.lock, self.budget = threading.RLock(), CaptureBudget()
         self._last: torch.cuda.Stream | None = None
+
+    def wait(self) -> None:
+        """Wait for all work of the device."""
+        torch.cuda.synchronize(self.device)
 
     def follow(self) -> None:
         """Let the current stream wait for the work so far of the last call's stream, if they differ."""

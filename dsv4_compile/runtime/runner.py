@@ -44,11 +44,12 @@ from .warmup import suspended, warming_up
 
 @dataclass(slots=True)
 class Statistics:
-    """Number of captures and replays of a runner, and of steps that ran without a graph."""
+    """Number of captures and replays of a runner, and of steps that ran without a graph; bytes that captures hold."""
 
     captures: int = 0
     replays: int = 0
     uncaptured: int = 0
+    capture_bytes: int = 0
 
 
 class DecodeRunner(AtFixedAddresses):
@@ -211,7 +212,7 @@ class DecodeRunner(AtFixedAddresses):
                 self._draft = self.graphs.capture(self._draft_call(), "the drafts of new requests")
                 self.statistics.captures += 1
         self._captures, self._runs = captures, runs
-        self._held = self.graphs.memory()
+        self._held = self.statistics.capture_bytes = self.graphs.memory()
         plan.check(self._held)
         return plan
 

@@ -11,6 +11,7 @@ those of other backends raise E422.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +25,7 @@ from .._compat import OpOverload, functional_collectives, pytree
 from ..errors import check, fail
 from ..metadata.fixed import AtFixedAddresses
 from .aliasing import byte_range, owner, view_at, without_repeats
+from .capture_budget import CaptureBudget
 from .captures import Call, Capture, Footprint, TransparentMode, capture_scope, fail_host_read, tensor_bytes
 
 _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -49,8 +51,11 @@ class StandInGraphs(AtFixedAddresses):
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self._held = 0
-        self.lock = threading.RLock()
+        self._live = self._held = 0
+        self.lock, self.budget = threading.RLock(), CaptureBudget()
+
+    def wait(self) -> None:
+        """Do nothing: a replay has ended when it returns."""
 
     def follow(self) -> None:
         """Do nothing: a CPU has no streams."""
@@ -60,7 +65,7 @@ class StandInGraphs(AtFixedAddresses):
         return call()
 
     def measure(self, call: Call) -> Footprint:
-        """Return the bytes that a capture of `call` would hold: the stand-in reuses no memory."""
+        """Return the bytes that a capture of `call` would hold: the stand-in shares no memory between captures."""
         recorder = Recorder("a measurement")
         with recorder.recording():
             outputs = call()
@@ -77,11 +82,18 @@ class StandInGraphs(AtFixedAddresses):
                 recorder.undo()
         check(bool(recorder.calls), "E423", got=f"{what} ran no op on a tensor")
         recorder.check_outputs(outputs)
-        self._held += recorder.allocated
+        if not self._live:
+            self._held = 0  # a new pool
+        self._live += recorder.allocated
+        self._held = max(self._held, self._live)
+        weakref.finalize(recorder, self._free, recorder.allocated)
         return Capture(outputs, recorder.replay, what)
 
+    def _free(self, nbytes: int) -> None:
+        self._live -= nbytes
+
     def memory(self) -> int:
-        """Return the bytes of recorded results."""
+        """Return the most bytes of recorded results so far: as CUDA's, the pool keeps those of freed captures."""
         return self._held
 
     def predict(self, footprints: Sequence[Footprint]) -> int:

@@ -39,6 +39,7 @@ class WarmUp:
         seconds: of this process's start until now, by kind of work: see `runtime.start_times`.
         graphs: functions that were compiled.
         captures: calls that were captured.
+        evictions: captures that made room for later ones, see `dsv4.cudagraph.max_bytes`.
         capture_bytes: memory that the captures on the device hold, those of other models included.
         prompts: token counts that prompts are padded to; empty without buckets.
         batches: batch sizes that decodes are padded to; empty without buckets.
@@ -50,11 +51,13 @@ class WarmUp:
     capture_bytes: int = 0
     prompts: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
+    evictions: int = 0
 
     def __str__(self) -> str:
         sizes = f"prompts of {_listed(self.prompts)} tokens, decodes of {_listed(self.batches)} rows"
-        held = f"{self.graphs} graphs compiled, {self.captures} captures, {self.capture_bytes / 2**20:.0f} MiB held"
-        return "\n".join([start_table(self.seconds), held, sizes if self.prompts else "no buckets"])
+        evicted = f", {self.evictions} evicted" if self.evictions else ""
+        held = f"{self.graphs} graphs compiled, {self.captures} captures{evicted}, {self.capture_bytes / 2**20:.0f} MiB"
+        return "\n".join([start_table(self.seconds), f"{held} held", sizes if self.prompts else "no buckets"])
 
 
 def warm_up(model: Any, *, cache: PagedCache | None = None) -> WarmUp:
@@ -114,7 +117,7 @@ def warm_up(model: Any, *, cache: PagedCache | None = None) -> WarmUp:
     device = held.seq_lens.device
     held_bytes = shared_graphs(device, how.graphs).memory() if how.graphs else 0
     graphs = sum(entry.kind == "compile" for entry in log)
-    done = WarmUp(spent(), graphs, counts.captures, held_bytes, prompts, batches)
+    done = WarmUp(spent(), graphs, counts.captures, held_bytes, prompts, batches, counts.evictions)
     _log.info("warm-up:\n%s", done)
     return done
 
