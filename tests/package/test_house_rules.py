@@ -32,7 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"modules"}),
     frozenset({"runtime"}),
     frozenset({"backend", "passes"}),
-    frozenset({"hf", "debug", "testing", "bench"}),
+    frozenset({"hf", "models", "debug", "testing", "bench"}),
     frozenset({"integrations"}),
     frozenset({"doctor"}),
     frozenset({"cli", "__init__"}),

@@ -1,0 +1,48 @@
+"""Engram of a DeepSeek-V4.1 layer: a memory of n-grams of token ids that is read before the layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...layout import MX_TILE
+from .config import V41Config
+from .linear import WeightOptions, linear_of, parameter
+from .ngrams import multipliers, primes
+
+
+class Engram(nn.Module):
+    """Table of n-grams, and the projection and gate that add its rows to the streams.
+
+    A quantised table is e4m3 with a scale for each row and 32 channels. Rows depend on token ids alone.
+    """
+
+    def __init__(self, config: V41Config, layer: int, options: WeightOptions) -> None:
+        super().__init__()
+        self.config = config
+        rows, dim = config.engram_rows[config.engram_layers.index(layer)], config.engram_head_dim
+        self.embed = parameter(rows, dim, dtype=torch.float8_e4m3fn if options.quantised else options.dtype)
+        scale = parameter(rows, dim // MX_TILE, dtype=torch.float8_e8m0fnu) if options.quantised else None
+        self.register_parameter("embed_scale", scale)
+        hashes = (config.engram_order - 1) * config.engram_heads
+        self.wkv = linear_of((config.hc_mult + 1) * config.hidden_size, hashes * dim, options)
+        self.q_weight = parameter(config.hc_mult, config.hidden_size, dtype=options.dtype)
+        self.k_weight = parameter(config.hc_mult, config.hidden_size, dtype=options.dtype)
+        numbers = [torch.tensor(f(config, layer), dtype=torch.int64, device="cpu") for f in (multipliers, primes)]
+        self.multipliers: Tensor
+        self.primes: Tensor
+        self.register_buffer("multipliers", numbers[0], persistent=False)
+        self.register_buffer("primes", numbers[1], persistent=False)
+
+    def rows(self, ids: Tensor, positions: Tensor, requests: Tensor, history: Tensor) -> Tensor:
+        """Return int64 `[T, K]` rows of the table for compressed ids, and note the ids in `history`."""
+        pad = self.config.engram_pad
+        out: Tensor = torch.ops.dsv4.engram_rows(ids, positions, requests, history, self.multipliers, self.primes, pad)
+        return out
+
+    def forward(self, streams: Tensor, rows: Tensor, is_image: Tensor) -> Tensor:
+        embedded = torch.ops.dsv4.engram_embed(rows, self.embed, self.embed_scale).to(streams.dtype)
+        out: Tensor = torch.ops.dsv4.engram_gate(
+            streams, self.wkv(embedded), self.q_weight, self.k_weight, is_image, self.config.rms_norm_eps
+        )
+        return out

@@ -1,0 +1,86 @@
+"""Greedy and sampled generation of text: prompts in chunks, then one step for all requests a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import check, needs
+from ...layout import PAD_INDEX
+from ...sizes import check_size
+from .cache import V41Caches, V41Format
+from .model import V41Model
+from .prefill import check_prompts, prefill
+
+
+@torch.no_grad()
+def generate(
+    model: V41Model,
+    prompts: Sequence[Any],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Sequence[int] | None = None,
+    caches: V41Caches | None = None,
+    cache_format: V41Format | None = None,
+    chunk: int | None = None,
+    mode: str = "tail",
+    forward: Callable[..., Tensor] | None = None,
+    decode: Callable[..., Tensor] | None = None,
+) -> list[list[int]]:
+    """Return the new token ids of each prompt, the stop token included.
+
+    Args:
+        prompts: token ids of each request, 1-D tensors or lists of different lengths.
+        temperature: 0 chooses the likeliest token; top_k, top_p: as in transformers. Request i draws from `seed + i`,
+            so a request's tokens do not depend on the others.
+        stop: ids that end a request (None = those of the configuration).
+        caches: for at least these requests and lengths; None allocates them, in `cache_format`.
+        chunk, mode, forward: see `prefill`. decode: called in place of the model for steps of one token a request.
+
+    Raises as `prefill` does, and E211 for logits without a finite largest one.
+    """
+    with needs("hf", "generation"):
+        from ...hf.serving.sampling import NO_TOKEN, RequestSampling, choose_tokens
+    new = check_size("max_new_tokens", max_new_tokens)
+    settings = [RequestSampling(temperature, top_k, top_p, seed + i) for i in range(len(prompts))]
+    if not prompts:
+        return []
+    if caches is None:
+        longest = max(len(prompt) for prompt in prompts)
+        caches = model.new_caches(
+            max_batch_size=len(prompts), max_seq_len=longest + new, max_step_tokens=chunk, cache_format=cache_format
+        )
+    checked = check_prompts(model.config, caches, prompts, None, None, more=new)
+    stops, device = set(model.config.eos_token_id if stop is None else stop), model.device
+    logits = prefill(model, prompts, caches, chunk=chunk, mode=mode, forward=forward)
+    lengths, tokens = [len(prompt.ids) for prompt in checked], [list[int]() for _ in prompts]
+    live = [True] * len(prompts)
+    for step in range(new):
+        numbers = torch.tensor([setting.draw() for setting in settings], dtype=torch.float64).to(device)
+        chosen = choose_tokens(logits, _four(numbers)).tolist()
+        for i, token in enumerate(chosen):
+            if live[i]:
+                why = "a NaN in the weights, or a position beyond the caches"
+                check(token != NO_TOKEN, "E211", got=f"logits of request {i} without a finite largest one", why=why)
+                tokens[i].append(token)
+                live[i] = token not in stops
+        if not any(live) or step == new - 1:
+            break
+        positions = [lengths[i] + step if live[i] else PAD_INDEX for i in range(len(prompts))]
+        requests = [i if live[i] else PAD_INDEX for i in range(len(prompts))]
+        inputs = [torch.tensor(values).to(device) for values in (chosen, positions, requests)]
+        logits = (decode or model)(*inputs, caches)
+    return tokens
+
+
+def _four(numbers: Tensor) -> Tensor:
+    """Return the columns that `choose_tokens` takes; greedy requests draw no uniform number."""
+    missing = 4 - numbers.shape[1]
+    return torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers

@@ -1,0 +1,212 @@
+"""DeepSeek-V4.1 as plain modules on this package's ops: one forward for prompts, decode steps and mixed batches.
+
+A step is a flat list of tokens, each with a position and a request, over paged caches. Hyper-connections are lagged:
+each sub-layer takes the streams by the coefficients of the site before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...modules.linear import linear_fp32
+from .attention import Attention, Selection
+from .cache import V41Caches, V41Format
+from .config import V41Config
+from .engram import Engram
+from .experts import MoE
+from .linear import Linear, Norm, WeightOptions, parameter
+from .step import Step, Tail, make_step
+
+
+class Site(nn.Module):
+    """Weights of hyper-connections at one sub-layer."""
+
+    def __init__(self, config: V41Config) -> None:
+        super().__init__()
+        self.config, count = config, config.hc_mult
+        outputs = (count + 2) * count
+        self.fn = parameter(outputs, count * config.hidden_size, dtype=torch.float32)
+        self.base = parameter(outputs, dtype=torch.float32)
+        self.scale = parameter(3, dtype=torch.float32)
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return pre, which the next site takes, and post and comb of this one."""
+        eps, iterations = (self.config.rms_norm_eps, self.config.hc_eps), self.config.hc_sinkhorn_iters
+        pre, post, comb = torch.ops.dsv4.mhc_mixes(streams, self.fn, self.base, self.scale, *eps, iterations)
+        return pre, post, comb
+
+
+class Layer(nn.Module):
+    """Engram where there is one, attention and experts, each between a collapse and a return of the streams."""
+
+    def __init__(self, config: V41Config, layer: int, options: WeightOptions) -> None:
+        super().__init__()
+        self.layer, self.eps = layer, config.rms_norm_eps
+        if layer in config.engram_layers:
+            self.engram = Engram(config, layer, options)
+        self.has_engram = layer in config.engram_layers
+        self.attn_norm = Norm(config.hidden_size, self.eps, options.dtype)
+        self.ffn_norm = Norm(config.hidden_size, self.eps, options.dtype)
+        self.hc_attn, self.hc_ffn = Site(config), Site(config)
+        self.attn = Attention(config, layer, options)
+        self.ffn = MoE(config, options)
+
+    def collapse(self, streams: Tensor, pre: Tensor, norm: Norm) -> Tensor:
+        """Return the normed input `[T, D]` of a sub-layer."""
+        out: Tensor = torch.ops.dsv4.mhc_collapse(streams, pre, norm.weight, norm.eps)
+        return out
+
+    def insert(
+        self, streams: Tensor, pre: Tensor, rows: Tensor | None, step: Step, caches: V41Caches
+    ) -> tuple[Tensor, Tensor]:
+        """Write this layer's rows of caches; return the streams after the engram, and attention's input `[T, D]`."""
+        if self.has_engram and rows is not None:
+            streams = self.engram(streams, rows, step.is_image)
+        x = self.collapse(streams, pre, self.attn_norm)
+        self.attn.insert(x, step, caches)
+        return streams, x
+
+    def forward(
+        self,
+        streams: Tensor,
+        pre: Tensor,
+        rows: Tensor | None,
+        step: Step,
+        caches: V41Caches,
+        selection: Selection | None,
+        tail: Tail | None = None,
+    ) -> tuple[Tensor, Tensor, Step, Selection | None]:
+        """Run the layer over streams `[T, N, D]`.
+
+        Args:
+            pre: float32 `[T, N]`, coefficients of the site before.
+            rows: rows of the engram's table, for a layer with one.
+            tail: at the last source, the tokens that this and later layers run; all are inserted.
+        Returns:
+            Streams, pre, step and selection for the next layer, of the tail where there is one.
+        """
+        streams, x = self.insert(streams, pre, rows, step, caches)
+        if tail is not None:
+            streams, x, step = streams[tail.rows], x[tail.rows], step.at(tail.rows)
+        attn_pre, post, comb = self.hc_attn(streams)
+        z, selection = self.attn.attend(x, step, caches, selection)
+        if tail is not None:
+            step = step.with_windows_from(tail.first)
+        streams = torch.ops.dsv4.mhc_post(streams, z, post, comb)
+        ffn_pre, post, comb = self.hc_ffn(streams)
+        z = self.ffn(self.collapse(streams, attn_pre, self.ffn_norm), step.is_image)
+        return torch.ops.dsv4.mhc_post(streams, z, post, comb), ffn_pre, step, selection
+
+
+class V41Model(nn.Module):
+    """Text model of DeepSeek-V4.1, in inference mode.
+
+    Args:
+        dtype: of activations and floating weights.
+        quantised: weights stay e4m3 and e2m1, as they are published; otherwise they are of `dtype`.
+        quantize_input: inputs of quantised weights are rounded to mxfp8 first, as DeepSeek's own kernels do.
+
+    Weights are uninitialised; `load` fills them. `token_map`, int32 `[vocab_size]`, holds the tokens' compressed ids.
+    """
+
+    def __init__(
+        self, config: V41Config, dtype: torch.dtype, *, quantised: bool = False, quantize_input: bool = False
+    ) -> None:
+        super().__init__()
+        options = WeightOptions(dtype, quantised=quantised, quantize_input=quantize_input)
+        self.config, self.dtype = config, dtype
+        self.embed = Linear(config.vocab_size, config.hidden_size, dtype)
+        self.layers = nn.ModuleList(Layer(config, i, options) for i in range(config.num_layers))
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.head = Linear(config.vocab_size, config.hidden_size, dtype)
+        self.token_map: Tensor
+        self.register_buffer("token_map", torch.zeros(config.vocab_size, dtype=torch.int32, device="cpu"), False)
+        self.eval()
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.embed.weight.device
+
+    def new_caches(self, *, cache_format: V41Format | None = None, **sizes: Any) -> V41Caches:
+        """Return caches on the model's device. `sizes` are those of `V41Caches`; `cache_format` is the model's own."""
+        return V41Caches(self.config, cache_format=cache_format, device=self.device, **sizes)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        requests: Tensor,
+        caches: V41Caches,
+        *,
+        tail: Tail | None = None,
+        last: Tensor | None = None,
+    ) -> Tensor:
+        """Return float32 logits `[N, V]` of a step, and write its rows into the caches.
+
+        Args:
+            ids, positions, requests: int `[T]`; tokens of a request are consecutive with ascending positions. Padding
+                has a negative position or request.
+            tail: tokens that layers after the last source run (None = all). See `prefill`.
+            last: int64 `[N]`, rows with logits (None = all), rows of the tail where there is one.
+        """
+        streams, pre = self.hidden(ids, positions, requests, caches, tail)
+        if last is not None:
+            streams, pre = streams[last], pre[last]
+        hidden = torch.ops.dsv4.mhc_collapse(streams, pre, self.norm.weight, self.norm.eps)
+        return linear_fp32(hidden, self.head.weight)
+
+    def encode(self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> None:
+        """Write what later tokens need of a prompt before its tail: layers up to the insertion of the last source."""
+        streams, pre, rows, step = self._begin(ids, positions, requests, caches)
+        selection = None
+        for layer in self._stack()[: self.config.last_source]:
+            streams, pre, step, selection = layer(streams, pre, rows.get(layer.layer), step, caches, selection)
+        if self.config.last_source < self.config.num_layers:
+            source = self._stack()[self.config.last_source]
+            source.insert(streams, pre, rows.get(source.layer), step, caches)
+
+    def hidden(
+        self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches, tail: Tail | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the streams after the last layer and their coefficients pre, of the tail if there is one."""
+        streams, pre, rows, step = self._begin(ids, positions, requests, caches)
+        selection = None
+        for layer in self._stack():
+            at_source = tail if layer.layer == self.config.last_source else None
+            streams, pre, step, selection = layer(
+                streams, pre, rows.get(layer.layer), step, caches, selection, at_source
+            )
+        return streams, pre
+
+    def _stack(self) -> list[Layer]:
+        """Return the layers in order."""
+        return cast("list[Layer]", list(self.layers))
+
+    def _begin(
+        self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor], Step]:
+        """Return streams and pre before the first layer, the rows of engrams, and the step."""
+        step = make_step(ids, positions, requests, caches)
+        known = torch.where((ids >= 0) & (ids < self.config.vocab_size), ids, 0)
+        rows = self.engram_rows(known, step, caches)
+        embedded = nn.functional.embedding(known, self.embed.weight)
+        streams = embedded[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+        return streams, self.first_pre(streams), rows, step
+
+    def first_pre(self, streams: Tensor) -> Tensor:
+        """Return float32 `[T, N]`: before the first layer the first stream alone is taken."""
+        first = torch.zeros(streams.shape[:2], dtype=torch.float32, device=streams.device)
+        first[:, 0] = 1.0
+        return first
+
+    def engram_rows(self, ids: Tensor, step: Step, caches: V41Caches) -> dict[int, Tensor]:
+        """Return the rows of each engram's table, which depend on token ids alone."""
+        compressed, rows = self.token_map[ids], dict[int, Tensor]()
+        for layer in self.config.engram_layers:
+            engram = self._stack()[layer].engram
+            rows[layer] = engram.rows(compressed, step.positions, step.requests, caches.histories[layer])
+        return rows

@@ -1,0 +1,171 @@
+"""Prompts in chunks, through a causal encoder-decoder: layers after the last source run on a prompt's tail alone.
+
+Later tokens need nothing of these layers but their windows, so a prompt runs them on its last tokens:
+
+| mode | tokens of layers after the last source | logits of the last token, and what follows |
+|---|---|---|
+| full | all | exact |
+| tail | the last `exact_tail`, 2,414 in V4.1-Flash | exact |
+| replay | the last 128, the window | approximate: windows begin at the first of them, as the model was trained to |
+
+The last source itself inserts window rows, entries and keys of all tokens in every mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import check
+from ...sizes import check_optional_size
+from .cache import V41Caches
+from .config import V41Config
+from .model import V41Model
+from .step import Tail
+
+MODES = ("full", "tail", "replay")
+
+
+def tail_length(config: V41Config, mode: str) -> int | None:
+    """Return the tokens of a prompt that layers after the last source run, None for all."""
+    check(mode in MODES, "E201", got=f"prefill={mode!r}", rule=f"one of {', '.join(MODES)}")
+    if mode == "full" or config.last_source >= config.num_layers:
+        return None
+    return config.exact_tail if mode == "tail" else config.sliding_window
+
+
+class Prompt(NamedTuple):
+    """New tokens of a request: int64 `[n]` on the CPU, its row of the caches, and the tokens that it has already."""
+
+    ids: Tensor
+    request: int
+    start: int
+
+
+class Chunk(NamedTuple):
+    """A step of prompts, as tensors on the CPU.
+
+    Attributes:
+        ids, positions, requests: int64 `[T]`.
+        tail: rows that layers after the last source run; None for all.
+        ends: places in `last` of prompts that end here, and their row among those that run all layers.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    requests: Tensor
+    tail: Tail | None
+    ends: list[tuple[int, int]]
+
+
+def chunks_of(prompts: Sequence[Prompt], chunk: int, tail: int | None) -> Iterator[Chunk]:
+    """Yield steps with up to `chunk` tokens of each prompt."""
+    steps = max((-(-len(prompt.ids) // chunk) for prompt in prompts), default=0)
+    for number in range(steps):
+        ids, positions, requests, kept, first, ends, rows = [], [], [], [], [], [], 0
+        for place, prompt in enumerate(prompts):
+            piece = prompt.ids[number * chunk : (number + 1) * chunk]
+            if not len(piece):
+                continue
+            at = torch.arange(len(piece)) + prompt.start + number * chunk
+            total = prompt.start + len(prompt.ids)
+            begin = 0 if tail is None else max(total - tail, 0)
+            ids.append(piece)
+            positions.append(at)
+            requests.append(torch.full((len(piece),), prompt.request))
+            kept.append((at >= begin).nonzero()[:, 0] + rows)
+            # Rows before this prompt's tail are missing, those of an earlier turn are there.
+            first.append(torch.full((len(kept[-1]),), begin if begin > prompt.start else 0))
+            rows += len(piece)
+            if (number + 1) * chunk >= len(prompt.ids):
+                ends.append((place, sum(map(len, kept)) - 1))
+        on_tail = None if tail is None else Tail(torch.cat(kept), torch.cat(first))
+        yield Chunk(torch.cat(ids), torch.cat(positions), torch.cat(requests), on_tail, ends)
+
+
+@torch.no_grad()
+def prefill(
+    model: V41Model,
+    prompts: Sequence[Any],
+    caches: V41Caches,
+    *,
+    requests: Sequence[int] | None = None,
+    starts: Sequence[int] | None = None,
+    chunk: int | None = None,
+    mode: str = "tail",
+    forward: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """Run prompts through the model and return the float32 logits `[R, V]` of their last tokens.
+
+    Args:
+        prompts: token ids of each request, 1-D tensors or lists, at least one token each.
+        requests: row of the caches of each prompt (None = 0, 1, 2...).
+        starts: tokens that each request already has in the caches (None = 0).
+        chunk: most tokens of a request in one step (None = `caches.max_step_tokens`).
+        mode: see the module.
+        forward: called in place of the model for steps that run all layers, such as a compiled one.
+
+    Raises E204 for prompts that do not fit the caches, E201 for ids outside the vocabulary, and E208 for image tokens.
+    """
+    tail = tail_length(model.config, mode)
+    size = min(check_optional_size("chunk", chunk) or caches.max_step_tokens, caches.max_step_tokens)
+    checked = check_prompts(model.config, caches, prompts, requests, starts)
+    run, device = forward or model, model.device
+    logits = torch.empty(len(checked), model.config.vocab_size, device=device)
+    for step in chunks_of(checked, size, tail):
+        tokens = step.ids.to(device), step.positions.to(device), step.requests.to(device)
+        if step.tail is not None and not len(step.tail.rows):
+            model.encode(*tokens, caches)
+            continue
+        on_device = None if step.tail is None else Tail(step.tail.rows.to(device), step.tail.first.to(device))
+        last = torch.tensor([row for _, row in step.ends], dtype=torch.int64).to(device)
+        result = run(*tokens, caches, tail=on_device, last=last)
+        for place, (index, _) in enumerate(step.ends):
+            logits[index] = result[place]
+    return logits
+
+
+def check_prompts(
+    config: V41Config,
+    caches: V41Caches,
+    prompts: Sequence[Any],
+    requests: Sequence[int] | None,
+    starts: Sequence[int] | None,
+    more: int = 0,
+) -> list[Prompt]:
+    """Return the prompts as int64 tensors on the CPU, `more` tokens after each fitting the caches, or raise."""
+    rows = list(range(len(prompts))) if requests is None else list(requests)
+    begins = [0] * len(prompts) if starts is None else list(starts)
+    counts = f"{len(prompts)} prompts, {len(rows)} requests, {len(begins)} starts"
+    check(len(prompts) == len(rows) == len(begins), "E201", got=counts, rule="one of each for a prompt")
+    inside = len(set(rows)) == len(rows) and all(0 <= row < caches.max_batch_size for row in rows)
+    check(inside, "E204", got=f"requests {rows}", rule=f"distinct rows below max_batch_size={caches.max_batch_size}")
+    checked = []
+    for prompt, request, start in zip(prompts, rows, begins, strict=True):
+        ids = torch.as_tensor(prompt).detach().cpu()
+        integers = ids.dim() == 1 and not ids.dtype.is_floating_point and ids.dtype is not torch.bool
+        check(integers, "E201", got=f"a prompt {ids.dtype} {list(ids.shape)}", rule="a prompt is int [n]")
+        check(len(ids) > 0, "E201", got="an empty prompt", rule="a prompt has at least one token")
+        low, high = int(ids.min()), int(ids.max())
+        known = low >= 0 and high < config.vocab_size
+        check(known, "E201", got=f"token ids from {low} to {high}", rule=f"ids are below {config.vocab_size}")
+        check(
+            not bool((ids == config.image_token_id).any()),
+            "E208",
+            got=f"image tokens (id {config.image_token_id}) in a prompt",
+            rule="prompts are text",
+            why="the vision tower is not built",
+            fix="leave images out",
+        )
+        total = start + len(ids) + more
+        check(
+            start >= 0 and total <= caches.max_seq_len,
+            "E204",
+            got=f"{start} tokens, {len(ids)} of a prompt and {more} new ones",
+            rule=f"a request has at most max_seq_len={caches.max_seq_len} tokens",
+        )
+        checked.append(Prompt(ids.to(torch.int64), request, start))
+    return checked
