@@ -166,7 +166,12 @@ class Model:
         tokens: list[int] = torch.randint(1, self.model.config.vocab_size, (requests,), generator=generator).tolist()
         text, plain_ms = self.plain(requests, tokens)
         self.say(f"batch {requests}: plain {plain_ms} ms")
-        row: dict[str, Any] = {"batch": requests, "plain_ms": plain_ms, "verify_ms": self.verified(text)}
+        row: dict[str, Any] = {
+            "batch": requests,
+            "layers": self.args.layers,
+            "ranks": torch.distributed.get_world_size(),
+        }
+        row |= {"plain_ms": plain_ms, "verify_ms": self.verified(text)}
         self.say(f"batch {requests}: verify {row['verify_ms']} ms")
         source = forced = ForcedDrafts(self.model.dsv4_drafts, text, pattern)
         if not self.args.eager:

@@ -16,7 +16,6 @@ from dsv4_compile import DSV4Error, hf
 from dsv4_compile.checkpoints.reader import Reader
 from dsv4_compile.hf.loading import load as load_module
 from dsv4_compile.hf.loading.checkpoint import read_checkpoint
-from dsv4_compile.hf.loading.draft_placement import loads_drafts
 from dsv4_compile.hf.loading.folder_report import rows
 from dsv4_compile.hf.loading.placement import place
 from dsv4_compile.modules.linear import Fp8Linear
@@ -229,10 +228,23 @@ def test_a_folder_without_drafts_says_so_where_they_are_asked_for(tmp_path: Path
             load(folder, drafts=wrong)
 
 
-def test_drafts_are_loaded_to_a_gpu_only_where_they_are_asked_for() -> None:
-    modes = [(mode, device) for mode in ("auto", "on", "off") for device in ("cpu", "cuda")]
-    loaded = [(mode, device) for mode, device in modes if loads_drafts(mode, torch.device(device))]
-    assert loaded == [("auto", "cpu"), ("on", "cpu"), ("on", "cuda")]
+def test_drafts_are_loaded_if_they_fit_next_to_the_model(
+    dspark: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted: list[int] = []
+    check_memory = load_module.check_memory
+    monkeypatch.setattr(load_module, "check_memory", lambda *args: counted.append(sum(args[2:])) or check_memory(*args))
+    load(dspark[0])
+    load(dspark[0], drafts="off")
+    both, target = counted
+    for free, kept in ((both * 1.06, True), (both * 1.04, False), (target, False)):
+        monkeypatch.setattr(load_module, "free_memory", lambda _, free=int(free): free)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert (load(dspark[0]).dsv4_drafts is not None) == kept
+        assert ("do not fit next to the model" in caplog.text) != kept
+    with pytest.raises(DSV4Error, match="E210"):
+        load(dspark[0], drafts="on")
 
 
 def test_how_many_tokens_are_drafted(dspark: Any, mtp: Any) -> None:

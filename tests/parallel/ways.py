@@ -25,7 +25,7 @@ MODEL: dict[str, Any] = {
 }
 SIZES: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "attention_only": False, "rank_timeout": 2.0}
 ENOUGH = 45.0
-"""Seconds within which survivors end."""
+"""Seconds that survivors take to end, at most."""
 
 
 class Me(NamedTuple):

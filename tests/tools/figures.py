@@ -43,6 +43,8 @@ RECORDS: Mapping[str, str] = {
     "sparse_mla_prefill": "sparse_mla_prefill_h200.json",
     "tensor_parallel": "tensor_parallel_h100.json",
     "tensor_parallel_h200": "tensor_parallel_h200.json",
+    "drafts_h100": "drafts_h100.json",
+    "drafts_h200": "drafts_h200.json",
     "vllm": "vllm_h100.json",
     "vllm_h200": "vllm_h200.json",
     "whole_model": "whole_model_h100.json",
@@ -294,6 +296,7 @@ _BENCH_KERNELS = tuple(dict.fromkeys(kernel.record for kernel in KERNELS))
 FIGURES: Mapping[str, Figures] = {
     "headline": Figures(model.headline, ("whole_model",), _WHOLE_MODEL),
     "whole": Figures(model.whole, ("tensor_parallel_h200",), _SPLIT),
+    "drafts": Figures(model.drafts, ("drafts_h200", "drafts_h100"), f"{_RANKS} examples/benchmarks/drafts.py"),
     "contexts": Figures(model.contexts, ("tensor_parallel",), _SPLIT_H100),
     "whole_h200": Figures(model.steps, ("tensor_parallel_h200",), _SPLIT_H200),
     "four_layers": Figures(model.four_layers, ("whole_model",), "python examples/benchmarks/whole_model.py"),

@@ -49,6 +49,23 @@ def steps(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, shown
 
 
+def drafts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of steps with DSpark drafts: from which acceptance on they are faster."""
+    shown = [row for name in ("drafts_h200", "drafts_h100") for row in rows[name]]
+    head = ["GPUs", "layers", "batch", "step of one token, ms", "verifying six, ms", "step with drafts, ms"]
+    lines = [[*head, "drafts are faster from, tokens a step", "ms a token at 3.5 a step", "against one a step"]]
+    for row in sorted(shown, key=lambda row: (-int(row["ranks"]), int(row["batch"]))):
+        plain, step = row["plain_ms"], row["step_ms"]
+        times = [f"{plain:.2f}", f"{row['verify_ms']:.2f}" if "verify_ms" in row else "-", f"{step:.2f}"]
+        sizes = [
+            f"{row['ranks']} {'H200' if row in rows['drafts_h200'] else 'H100'}",
+            str(row["layers"]),
+            str(row["batch"]),
+        ]
+        lines.append([*sizes, *times, f"{step / plain:.2f}", f"{step / 3.5:.2f}", f"{3.5 * plain / step:.2f}x"])
+    return lines, shown
+
+
 def all_reduce(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of all-reduces with the boundary after them, us."""
     shown, forms = rows["all_reduce_boundary"], ("boundary", "fused", "symmetric", "nccl")

@@ -28,14 +28,6 @@ _KINDS = {DSPARK: "mtp.0.main_proj.weight", MTP: "mtp.0.e_proj.weight"}
 _STAGE = re.compile(r"mtp\.([0-9]{1,9})\.(.+)")
 WITHOUT = 'load(..., drafts="off") loads the model without its draft layers'
 
-NOT_ON_A_GPU = 'drafts="on" loads them, but steps with drafts are not proven on a GPU'
-"""Why `drafts="auto"` leaves draft layers out on a GPU."""
-
-
-def loads_drafts(mode: str, device: torch.device) -> bool:
-    """Return whether `load(drafts=mode)` to a device loads the draft layers that a folder has."""
-    return mode == "on" or (mode == "auto" and device.type == "cpu")
-
 
 def place_drafts(
     checkpoint: Checkpoint, target: Placement, *, dequantize: bool = False, num_drafts: int | None = None

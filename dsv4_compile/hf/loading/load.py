@@ -24,7 +24,7 @@ from ...errors import DSV4Error, check, error
 from ...loading import hf_name
 from ...modules import DeepseekV4Attention
 from ...modules.linear import Linear
-from ...parallel import Ranks, agreement, watchdog
+from ...parallel import Ranks, agreement, gather_objects, watchdog
 from ...runtime import start_times
 from ...sizes import check_optional_size, check_size, free_memory, shown
 from ..model.arguments import check_flags
@@ -34,7 +34,7 @@ from ..model.draft_settings import check_step
 from ..model.split import check_splittable, on_all_ranks
 from ..model.warm_up import check_serving, compile_and_warm_up
 from .checkpoint import Checkpoint, Problems, read_checkpoint
-from .draft_placement import NOT_ON_A_GPU, cache_bytes, describe_drafts, loads_drafts, place_drafts, without_drafts
+from .draft_placement import cache_bytes, describe_drafts, place_drafts, without_drafts
 from .fill import fill
 from .folder_config import generation_config
 from .placement import Placement, hf, place, targets
@@ -87,8 +87,8 @@ def load(
             see `convert`.
         mesh, expert_layout, collectives, rank_timeout: see `convert`. A rank reads and allocates its part alone.
         drafts: draft layers (`mtp.*`), which become `model.dsv4_drafts`. "on" loads them and raises E209 for a folder
-            without; "off" leaves them out; "auto" loads those of a folder on a CPU, and leaves them out on a GPU, where
-            steps with drafts are not proven yet.
+            without; "off" leaves them out; "auto" loads those of a folder if they fit next to the model, its caches and
+            a twentieth of the free memory, on all ranks. A warning says that they are left out.
         num_drafts: tokens that MTP layers draft in a step, 1 to 3 (None = 1). DSpark layers have a fixed number.
         compiled, compiled_digest, compiled_required: path, digest and required of `use_compiled`: a folder that
             `dsv4 build` or `save_compiled` wrote, whose code the model starts from. It is code, so none is looked for
@@ -132,7 +132,7 @@ def load(
     draft_placement = None
     try:
         placement = place(checkpoint, dtype=dtype, dequantize=dequantize)
-        if loads_drafts(drafts, place_on):
+        if drafts != "off":
             draft_placement = place_drafts(checkpoint, placement, dequantize=dequantize, num_drafts=num_drafts)
     except DSV4Error as fault:
         if fault.code == "E207":  # missing layers or experts: files that are missing or damaged explain it
@@ -151,12 +151,18 @@ def load(
     model_dtype = placement.model.config.dtype
     formats = CacheFormat.resolve(kv_cache_dtype, indexer_cache_dtype, model_dtype=model_dtype, hadamard=hadamard)
     one = PagedCaches(ours, **sizes | {"max_batch_size": 1}, cache_format=formats, device="meta").nbytes
+    weights, caches, reason = placement.nbytes(), one * sizes["max_batch_size"], ""
     if draft_placement is not None:
-        one += cache_bytes(draft_placement, formats)
-    weights = sum(each.nbytes() for each in placements)
-    check_memory(checkpoint.folder, place_on, weights, one * sizes["max_batch_size"])
+        more = draft_placement.nbytes(), cache_bytes(draft_placement, formats) * sizes["max_batch_size"]
+        if drafts == "on" or _fit(weights + caches + sum(more), place_on, mesh):
+            weights, caches = weights + more[0], caches + more[1]
+        else:
+            placements, draft_placement = [placement], None
+            reason = (
+                '; they do not fit next to the model, and drafts="on" raises an error that says how much is missing'
+            )
+    check_memory(checkpoint.folder, place_on, weights, caches)
     if checkpoint.drafts and draft_placement is None:
-        reason = "" if drafts == "off" else f"; {NOT_ON_A_GPU}"
         _log.warning("%s: draft layers are not loaded, %s%s", checkpoint.folder, describe_drafts(checkpoint), reason)
     model = placement.model
     if placement.tied is not None:
@@ -246,6 +252,13 @@ def _raise_first(folder: Path, *groups: Problems) -> None:
         more = f"{first.why or 'the headers say so'}; {count - 1} more: dsv4 doctor {folder}"
         first = error(first.code, got=first.got, why=more, fix=first.fix)
     raise first
+
+
+def _fit(nbytes: int, device: torch.device, mesh: DeviceMesh | None) -> bool:
+    """Return whether `nbytes` of weights and caches leave a twentieth of the free memory, on all ranks of `mesh`."""
+    free = free_memory(device)
+    fits = free is None or nbytes <= 0.95 * free
+    return fits if mesh is None else all(gather_objects(fits, Ranks.of(mesh)))
 
 
 def check_memory(folder: Path, device: torch.device, weights: int, caches: int) -> None:
