@@ -18,6 +18,7 @@ from ...reference.attention.sparse_mla_decode import DecodeArguments, output_dty
 from ...reference.common import paging
 from ...reference.preprocess.q_norm_rope import q_norm_rope
 from .. import native
+from ..common.invariant import before_sums_by_torch
 from ..common.rows import read_rows
 from .inv_rope import inv_rope
 
@@ -51,6 +52,7 @@ def sparse_mla_decode(call: DecodeArguments) -> tuple[Tensor, Tensor]:
     if _takes(call, q):
         out, lse = _in_kernel(call, q)
         return _rotated_back(call, out), lse
+    before_sums_by_torch()
     if call.batch_invariant and tokens > 1:
         # The order of sums in a GEMM may depend on the number of tokens, so each token gets separate GEMMs.
         alone = [sparse_mla_decode(_token(call, t)) for t in range(tokens)]

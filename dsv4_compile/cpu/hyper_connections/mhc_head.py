@@ -8,6 +8,7 @@ from torch import Tensor
 from ...reference.hyper_connections import mhc_head as reference
 from ...reference.hyper_connections.mhc_head import MhcHead
 from .. import native
+from ..common.invariant import before_sums_by_torch
 from .mhc_post import mhc_post
 
 
@@ -23,4 +24,5 @@ def mhc_head(a: MhcHead) -> Tensor:
         settings = 0, float(a.norm_eps), float(a.hc_eps), torch.get_num_threads()
         native.call("mhc_pre", *tensors, y, None, None, tokens, count, dim, *settings)
         return y
+    before_sums_by_torch()
     return reference.mhc_head(a._replace(streams=streams, output=None, post=None, comb=None))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...reference.hyper_connections.mhc_pre import mixed_input, stream_mix
 from .. import native
+from ..common.invariant import before_sums_by_torch
 
 
 def mhc_pre(
@@ -30,6 +31,7 @@ def mhc_pre(
         settings = iterations, float(norm_eps), float(hc_eps), torch.get_num_threads()
         native.call("mhc_pre", *tensors, *results, tokens, count, dim, *settings)
         return results[0], results[1], results[2]
+    before_sums_by_torch()
     sizes = [count, count, count * count]
     mix = stream_mix(streams, fn, norm_eps)
     for columns, factor in zip(mix.split(sizes, 1), scale.float().unbind(), strict=True):

@@ -16,6 +16,7 @@ from ...reference.common import paging
 from ...reference.indexer import indexer_logits as reference
 from ...reference.indexer.indexer_logits import TOKENS_AT_A_TIME, TopkArguments, select_topk
 from .. import native
+from ..common.invariant import before_sums_by_torch
 from ..common.rows import read_rows
 
 
@@ -29,6 +30,7 @@ def indexer_logits_topk(op: TopkArguments) -> Tensor:
         sizes = *op.q.shape, *op.block_table.shape, op.block_size, op.k_cache.shape[0], op.topk, torch.get_num_threads()
         native.call("indexer_topk", *floats, *places, out, *sizes)
         return out
+    before_sums_by_torch()
     requests, lens = op.token_to_req[:tokens], op.context_lens[:tokens]
     longest = min(int(lens.max()), op.block_table.shape[1] * op.block_size) if tokens > 0 else 0
     blocks = _blocks(op, requests, cdiv(max(longest, 0), op.block_size))

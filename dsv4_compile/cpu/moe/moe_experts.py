@@ -14,6 +14,7 @@ from torch import Tensor
 from ...reference.moe.expert_weights import dequantize_expert
 from ...reference.moe.moe_experts import ExpertsArguments, clamped_swiglu, local_experts, shared_expert
 from .. import native
+from ..common.invariant import before_sums_by_torch, is_required
 from ..linear.mm import mm
 
 FEW_TOKENS = 64
@@ -23,7 +24,8 @@ FEW_TOKENS = 64
 def moe_experts(call: ExpertsArguments) -> Tensor:
     """Compute the op of this name as its reference does, up to the order of sums."""
     if _float32(call):
-        return _in_kernel(call) if call.ids.shape[0] <= FEW_TOKENS else _in_gemms(call)
+        return _in_kernel(call) if call.ids.shape[0] <= FEW_TOKENS or is_required() else _in_gemms(call)
+    before_sums_by_torch()
     (tokens, top_k), x = call.ids.shape, call.x.float()
     counts, places = _sorted(call)
     hidden = _by_expert(call, "w13", x.index_select(0, places // top_k), counts)

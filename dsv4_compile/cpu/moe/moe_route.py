@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...reference.moe import moe_route as reference
 from .. import native
+from ..common.invariant import before_sums_by_torch
 
 
 def moe_route(
@@ -30,4 +31,5 @@ def moe_route(
         arguments = x, gate, bias, token_ids, tid2eid, ids, weights
         native.call("moe_route", *arguments, *sizes, float(scale), torch.get_num_threads())
         return ids, weights
+    before_sums_by_torch()
     return reference.moe_route(x, gate, bias, token_ids, tid2eid, top_k, scale)

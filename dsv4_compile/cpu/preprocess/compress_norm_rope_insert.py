@@ -13,6 +13,7 @@ from ...reference.preprocess import compress_norm_rope_insert as reference
 from ...reference.preprocess.compress_norm_rope_insert import ENTRIES_AT_A_TIME, CompressArguments
 from ...reference.preprocess.fused_q_kv_rmsnorm import rms_norm
 from .. import native
+from ..common.invariant import before_sums_by_torch
 from ..common.rows import write_rows
 
 
@@ -20,6 +21,7 @@ def compress_norm_rope_insert(call: CompressArguments) -> None:
     """Compute the op of this name as its reference does: bit for bit in calls of torch, up to sums in the kernel."""
     if _in_kernel(call):
         return
+    before_sums_by_torch()
     ratio, fmt = call.ratio, call.cache_format
     tokens = call.state_slot_mapping.shape[0]
     rows = (call.positions[:tokens] % ratio == ratio - 1).nonzero().view(-1)

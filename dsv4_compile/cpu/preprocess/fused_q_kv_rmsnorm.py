@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...reference.preprocess.fused_q_kv_rmsnorm import rms_norm
 from .. import native
+from ..common.invariant import before_sums_by_torch
 
 
 def fused_q_kv_rmsnorm(
@@ -21,4 +22,5 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype)
         native.call("rms_norm", x, x.stride(0), weight, out, *x.shape, float(eps))
         return out
+    before_sums_by_torch()
     return rms_norm(x, eps, weight).to(x.dtype).contiguous()

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...reference.preprocess import q_norm_rope as reference
 from ...reference.preprocess.q_norm_rope import QNormRopeKvInsertArguments
 from .. import native
+from ..common.invariant import before_sums_by_torch
 from .kv_rope_insert import kv_rope_insert
 
 
@@ -28,6 +29,7 @@ def q_norm_rope(
         where = q, q.stride(0), out, positions, cos_sin_cache
         native.call("q_norm_rope", *where, tokens, heads, dim, rope, rows, float(eps), torch.get_num_threads())
         return out
+    before_sums_by_torch()
     return reference.q_norm_rope(q, positions, cos_sin_cache, eps, padded_heads, q_scale)
 
 

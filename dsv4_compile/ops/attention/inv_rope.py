@@ -13,6 +13,7 @@ from ...layout import ACT_TILE, SCALES_PER_WORD, cdiv
 from ...reference.attention import inv_rope as reference
 from ...selection.costs import FLOAT32, FP8, CostModel, act_tiles, angles
 from ..common.define import define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import FLOATS, INTS, describe, expect, expect_rope_table, expect_rows
 
 
@@ -81,6 +82,7 @@ inv_rope = define(
         lambda T, H, D, rope, e=2: (T * (angles(rope) + 2 * e * H * D), 0),
         sizes=lambda call: call.of_heads("o") | call.rope,
     ),
+    invariant=Invariance(rows=("o", "positions"), on_cpu=AS_IT_IS),
 )
 inv_rope_fp8_quant = define(
     "inv_rope_fp8_quant",
@@ -93,4 +95,5 @@ inv_rope_fp8_quant = define(
         lambda T, H, D, rope, e=2: (T * (angles(rope) + (e + FP8) * H * D + FLOAT32 * act_tiles(H * D)), 0),
         sizes=lambda call: call.of_heads("o") | call.rope | call.grouped_heads,
     ),
+    invariant=Invariance(rows=("o", "positions"), on_cpu=AS_IT_IS),
 )

@@ -11,6 +11,7 @@ from ..._compat import OpOverload, below_autograd
 from ...errors import fail
 from ...selection.costs import MODELS, CostModel
 from .arguments import ARGUMENTS, packed
+from .invariance import Invariance, claim
 from .kernels import KERNELS, dispatcher
 from .schema import infer_schema
 
@@ -116,6 +117,7 @@ def define(
     lowering: str | Traced | None = None,
     cost: CostModel | None = None,
     mutates: Collection[str] = (),
+    invariant: Invariance | None = None,
 ) -> OpOverload:
     """Define `torch.ops.dsv4.<name>` with the signature of its reference and return its overload.
 
@@ -132,6 +134,7 @@ def define(
         lowering: full name of the module that builds the op's Inductor IR, or `Traced`.
         cost: bytes and flops of a call.
         mutates: names of the tensors that the op writes.
+        invariant: which implementations give a row the same bits in calls of every size; None claims nothing.
 
     Inputs that require grad, with gradients enabled, raise E206: there is no backward.
     """
@@ -167,4 +170,6 @@ def define(
 
     LIBRARY.impl(name, refuse_gradients, "Autograd")
     OPS[name] = op
+    if invariant is not None:
+        claim(name, invariant, getattr(ON_CPU, name), op._schema.arguments)
     return op

@@ -21,6 +21,7 @@ from ...errors import fail, warn
 from ...selection import decisions
 from ...selection.proven import is_proven
 from .arguments import packed
+from .invariance import CLAIMS, PINNED
 
 KERNELS: dict[str, str] = {}
 """Module of the launcher of every op that has a kernel, by the full name that the op's `define` gives."""
@@ -32,6 +33,14 @@ _warned: set[tuple[str, str]] = set()
 def launcher(op: str) -> Callable[..., Any]:
     """Return the launcher of `op`. Imports Triton; E101 if there is none."""
     return packed(op, getattr(kernel_module(op), op))
+
+
+@functools.cache
+def invariant_launcher(op: str) -> Callable[..., Any]:
+    """Return the launcher of `op` that gives a row the same bits in calls of every size. It must claim one."""
+    if CLAIMS[op].kernel != PINNED:
+        return launcher(op)
+    return packed(op, getattr(kernel_module(op), f"invariant_{op}"))
 
 
 @functools.cache
@@ -50,9 +59,10 @@ def runs_kernel(op: str, device: torch.device) -> bool:
 
 
 @functools.cache
-def launch_cache(op: str) -> Any:
+def launch_cache(op: str, invariant: bool = False) -> Any:
     """Return the launcher of `op` with its launch cache, a `kernels.host.launch_cache.LaunchCache`."""
-    return importlib.import_module("dsv4_compile.kernels.host.launch_cache").LaunchCache(launcher(op))
+    cached = importlib.import_module("dsv4_compile.kernels.host.launch_cache").LaunchCache
+    return cached((invariant_launcher if invariant else launcher)(op))
 
 
 def dispatcher(op: str, reference: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
@@ -78,15 +88,22 @@ def launch(
     device: torch.device,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
+    invariant: bool = False,
 ) -> Any:
-    """Run the kernel of `op`, or `reference` for an unsupported call; `dispatcher` calls this if it is proven."""
-    cached = launch_cache(op)
+    """Run the kernel of `op`, or `reference` for an unsupported call; `dispatcher` calls this if it is proven.
+
+    With `invariant`, a call that the kernel does not support raises E303.
+    """
+    cached = launch_cache(op, invariant)
     match = None if kwargs else cached.look_up(args)
     if match is None or match.entry is None:
         if check is not None:
             check(*args, **kwargs)
         refuses = refusal(op)
         if refuses is not None and (reason := refuses(*args, **kwargs)):
+            if invariant:
+                fail("E303", got=f"torch.ops.dsv4.{op}", why=f"its kernel is unsupported: {reason}")
             _report(op, reason)
             return reference(*args, **kwargs)
     # Triton launches on the current device, whatever device its arguments are on.

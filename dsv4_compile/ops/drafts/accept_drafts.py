@@ -9,6 +9,7 @@ from ...cpu.drafts import accept_drafts as cpu
 from ...reference.drafts import accept_drafts as reference
 from ...selection.costs import FLOAT32, INT32, INT64, CostModel
 from ..common.define import define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import FLOATS, expect, expect_dim
 from ..common.validate_batch import expect_positive
 from .requests import expect_requests
@@ -58,5 +59,8 @@ accept_drafts = define(
     # N is the vocabulary, K the drafts of a request.
     cost=CostModel(
         lambda R, N, K, e=2: (R * (N * (e * (K + 1) + FLOAT32 * K) + INT64 * (2 * K + 7) + INT32), 0),
+    ),
+    invariant=Invariance(
+        rows=("drafts", "draft_logits", "numbers", "seeds", "positions"), grouped=("logits",), on_cpu=AS_IT_IS
     ),
 )

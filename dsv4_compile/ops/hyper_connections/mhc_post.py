@@ -9,6 +9,7 @@ from ...cpu.hyper_connections import mhc_post as cpu
 from ...reference.hyper_connections import mhc_post as reference
 from ...selection.costs import CallSizes, CostModel
 from ..common.define import Traced, define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import FLOATS, expect, expect_dim
 from .mhc_pre import coefficients
 
@@ -42,4 +43,5 @@ mhc_post = define(
         lambda T, D, G, e=2: (T * (e * (2 * G + 1) * D + coefficients(G)), 0),
         sizes=CallSizes.of_streams,
     ),
+    invariant=Invariance(rows=("streams", "output", "post", "comb"), on_cpu=AS_IT_IS),
 )

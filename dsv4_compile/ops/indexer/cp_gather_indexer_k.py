@@ -10,6 +10,7 @@ from ...layout import INDEXER_HEAD_DIM, PAGE_LAYOUTS
 from ...reference.indexer import cp_gather_indexer_k as reference
 from ...selection.costs import CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate import INTS, describe, expect, expect_gathered_keys, expect_indexer_cache
 
 
@@ -56,4 +57,5 @@ cp_gather_indexer_k = define(
     cost=CostModel(
         lambda S, row: (2 * S * row, 0),
     ),
+    invariant=EXACT,
 )

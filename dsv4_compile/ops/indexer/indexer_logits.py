@@ -14,6 +14,7 @@ from ...reference.indexer import indexer_logits as reference
 from ...reference.indexer.indexer_logits import LogitsArguments, PagedArguments, RaggedTopkArguments, TopkArguments
 from ...selection.costs import FLOAT32, INT32, CallSizes, CostModel
 from ..common.define import define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import (
     E4M3,
     FLOATS,
@@ -147,6 +148,7 @@ indexer_logits_topk = define(
         added=query_costs,
         operands="e4m3",
     ),
+    invariant=Invariance(rows=("q", "q_scale", "weights", "token_to_req", "context_lens"), on_cpu=AS_IT_IS),
 )
 indexer_logits_topk_ragged = define(
     "indexer_logits_topk_ragged",

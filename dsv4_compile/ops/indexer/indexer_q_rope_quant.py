@@ -10,6 +10,7 @@ from ...layout import INDEXER_HEAD_DIM, MX_TILE
 from ...reference.indexer import indexer_q_rope_quant as reference
 from ...selection.costs import FLOAT32, FP8, CallSizes, Cost, CostModel, angles, row_bytes
 from ..common.define import define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import (
     E4M3,
     FLOATS,
@@ -86,4 +87,5 @@ indexer_q_rope_quant = define(
         sizes=lambda call: call.of_heads("q") | call.rope,
         added=query_costs,
     ),
+    invariant=Invariance(rows=("q", "positions", "weights"), on_cpu=AS_IT_IS),
 )

@@ -12,6 +12,7 @@ from ...reference.indexer.indexer_topk_slots import TopkSlotsArguments
 from ...reference.indexer.indexer_topk_slots import indexer_topk_slots as reference
 from ...selection.costs import INT32, CostModel
 from ..common.define import define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import INTS, expect, expect_rows
 from ..common.validate_batch import expect_positive
 from .indexer_logits import check_topk, query_bytes, scored_sizes
@@ -46,5 +47,8 @@ indexer_topk_slots = define(
         sizes=scored_sizes,
         added=query_costs,
         operands="e4m3",
+    ),
+    invariant=Invariance(
+        rows=("q", "q_scale", "weights", "token_to_req", "context_lens", "is_valid_token"), on_cpu=AS_IT_IS
     ),
 )

@@ -7,11 +7,13 @@ import math
 import torch
 from torch import Tensor
 
+from ...cpu.linear import fp8_linear as on_cpu
 from ...errors import fail
 from ...reference.linear import fp8_linear as reference
 from ...selection import costs
 from ...selection.costs import CallSizes, Cost, CostModel, weight_tiles
 from ..common.define import define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import E4M3, FLOATS, describe, expect, expect_dim, expect_weight_scale
 
 
@@ -50,6 +52,7 @@ fp8_linear = define(
     reference=reference.fp8_linear,
     fake=_fake,
     check=_check,
+    on_cpu=on_cpu.fp8_linear,
     kernel="dsv4_compile.kernels.linear.fp8_linear",
     lowering="dsv4_compile.lowering.linear.fp8_linear",
     cost=CostModel(
@@ -58,4 +61,5 @@ fp8_linear = define(
         added=_cost_beside,
         operands="e4m3",
     ),
+    invariant=Invariance(rows=("x",), on_cpu=AS_IT_IS),
 )

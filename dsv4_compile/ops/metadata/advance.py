@@ -9,6 +9,7 @@ from ...reference.metadata import advance as reference
 from ...reference.metadata.advance import AdvanceArguments
 from ...selection.costs import INT32, INT64, CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate import INTS, expect, expect_dim
 from ..common.validate_batch import expect_batch, expect_capacity, expect_positive
 
@@ -65,4 +66,5 @@ advance = define(
         lambda R: (R * (6 * INT32 + 2 * INT64), 0),
         sizes=lambda call: {"R": call.dims("num_new")[0]},
     ),
+    invariant=EXACT,
 )

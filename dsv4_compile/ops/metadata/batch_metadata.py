@@ -12,6 +12,7 @@ from ...reference.metadata import batch_metadata as reference
 from ...reference.metadata.batch_metadata import BatchMetadataArguments
 from ...selection.costs import INT32, INT64, CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate import INTS, expect, expect_dim
 from ..common.validate_batch import expect_batch, expect_positive
 
@@ -104,4 +105,5 @@ batch_metadata = define(
     cost=CostModel(
         lambda T, K, W: (T * (8 * INT64 + 5 * INT32 + 1 + INT32 * (W + K)), 0),
     ),
+    invariant=EXACT,
 )

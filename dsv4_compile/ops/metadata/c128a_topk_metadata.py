@@ -8,6 +8,7 @@ from ...reference.metadata import c128a_topk_metadata as reference
 from ...reference.metadata.c128a_topk_metadata import C128aTopkArguments
 from ...selection.costs import INT32, INT64, CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate import INTS, expect, expect_rows
 from ..common.validate_batch import expect_capacity, expect_positive, expect_range
 
@@ -45,4 +46,5 @@ c128a_topk_metadata = define(
     cost=CostModel(
         lambda T, K: (T * (3 * INT64 + INT32 * (K + 1)), 0),
     ),
+    invariant=EXACT,
 )

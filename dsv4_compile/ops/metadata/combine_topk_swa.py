@@ -10,6 +10,7 @@ from ...reference.metadata import combine_topk_swa as reference
 from ...reference.metadata.combine_topk_swa import CombineTopkArguments
 from ...selection.costs import INT32, CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate import INTS, expect
 from ..common.validate_batch import expect_batch, expect_positive, expect_range
 
@@ -51,6 +52,7 @@ combine_topk_swa = define(
         lambda T, K, W: (T * INT32 * (K + INDEX_ALIGN * cdiv(K + W, INDEX_ALIGN) + 1), 0),
         sizes=lambda call: call.of_indices("topk_indices"),
     ),
+    invariant=EXACT,
 )
 
 combine_topk_swa_ragged = define(
@@ -64,4 +66,5 @@ combine_topk_swa_ragged = define(
         lambda T, K, W: (T * (INT32 * (2 * K + W) + 2 * INT32), 0),
         sizes=lambda call: call.of_indices("topk_indices"),
     ),
+    invariant=EXACT,
 )

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...reference.metadata import compressed_slot_mapping as reference
 from ...selection.costs import INT64, CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate import INTS, expect
 from ..common.validate_batch import expect_batch, expect_capacity, expect_positive
 
@@ -53,4 +54,5 @@ compressed_slot_mapping = define(
         lambda T: (2 * T * INT64, 0),
         sizes=lambda call: {"T": call.dims("slot_mapping")[0]},
     ),
+    invariant=EXACT,
 )

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...reference.metadata import convert_req_index as reference
 from ...selection.costs import INT32, CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate import INTS, expect, expect_rows
 from ..common.validate_batch import expect_positive
 
@@ -40,4 +41,5 @@ convert_req_index = define(
         lambda T, K: (T * (2 * INT32 * K + 2 * INT32), 0),
         sizes=lambda call: call.of_indices("token_indices"),
     ),
+    invariant=EXACT,
 )

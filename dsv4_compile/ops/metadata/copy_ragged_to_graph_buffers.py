@@ -9,6 +9,7 @@ from ...errors import fail
 from ...reference.metadata import copy_ragged_to_graph_buffers as reference
 from ...selection.costs import INT32, CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate import INTS, expect
 from ..common.validate_batch import expect_capacity
 
@@ -39,4 +40,5 @@ copy_ragged_to_graph_buffers = define(
     cost=CostModel(
         lambda T, K: (T * (2 * INT32 * K + 2 * INT32), 0),
     ),
+    invariant=EXACT,
 )

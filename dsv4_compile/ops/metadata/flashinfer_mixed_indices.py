@@ -11,6 +11,7 @@ from ...reference.metadata import flashinfer_mixed_indices as reference
 from ...reference.metadata.flashinfer_mixed_indices import MixedIndicesArguments
 from ...selection.costs import INT32, CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate import INTS, expect, expect_dim, expect_rows
 from ..common.validate_batch import expect_batch, expect_positive, expect_range
 
@@ -88,4 +89,5 @@ flashinfer_mixed_indices = define(
     cost=CostModel(
         lambda T, K, W: (T * (INT32 * 2 * (K + W) + INT32), 0),
     ),
+    invariant=EXACT,
 )

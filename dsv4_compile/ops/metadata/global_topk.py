@@ -9,6 +9,7 @@ from ...cpu.metadata import global_topk as cpu
 from ...reference.metadata import global_topk as reference
 from ...selection.costs import INT32, CostModel
 from ..common.define import define
+from ..common.invariance import EXACT, Invariance
 from ..common.validate import INTS, expect, expect_rows
 from ..common.validate_batch import expect_index_rows, expect_positive
 from .ragged_from_dense import fake_ragged
@@ -57,6 +58,7 @@ global_topk = define(
         lambda T, K: (T * (2 * INT32 * K + INT32), 0),
         sizes=lambda call: call.of_indices("topk_indices"),
     ),
+    invariant=Invariance(rows=("topk_indices", "token_to_req", "is_valid_token"), exact=True),
 )
 
 global_topk_ragged = define(
@@ -69,4 +71,5 @@ global_topk_ragged = define(
         lambda T, K: (T * (2 * INT32 * K + 2 * INT32), 0),
         sizes=lambda call: call.of_indices("topk_indices"),
     ),
+    invariant=EXACT,
 )

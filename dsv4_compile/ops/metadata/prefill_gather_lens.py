@@ -8,6 +8,7 @@ from torch import Tensor
 from ...reference.metadata import prefill_gather_lens as reference
 from ...selection.costs import INT32, CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate_batch import expect_batch, expect_positive, expect_range
 
 
@@ -31,4 +32,5 @@ prefill_gather_lens = define(
         lambda R: (3 * R * INT32, 0),
         sizes=lambda call: {"R": call.dims("seq_lens")[0]},
     ),
+    invariant=EXACT,
 )

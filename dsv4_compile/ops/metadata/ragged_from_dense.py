@@ -8,6 +8,7 @@ from torch import Tensor
 from ...reference.metadata import ragged_from_dense as reference
 from ...selection.costs import INT32, CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate import INTS, expect, expect_rows
 from ..common.validate_batch import expect_index_rows
 
@@ -38,4 +39,5 @@ ragged_from_dense = define(
         lambda T, K: (T * (2 * INT32 * K + 2 * INT32), 0),
         sizes=lambda call: call.of_indices("indices"),
     ),
+    invariant=EXACT,
 )

@@ -8,6 +8,7 @@ from ...reference.metadata import swa_metadata as reference
 from ...reference.metadata.swa_metadata import SwaMetadataArguments
 from ...selection.costs import INT32, CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate import INTS, expect, expect_dim
 from ..common.validate_batch import expect_batch, expect_capacity, expect_index_rows, expect_positive, expect_range
 
@@ -46,4 +47,5 @@ swa_metadata = define(
         lambda T, W: (T * (INT32 * (W + 2) + 1), 0),
         sizes=lambda call: {"T": call.dims("slot_mapping")[0], "W": call.arguments["window"]},
     ),
+    invariant=EXACT,
 )

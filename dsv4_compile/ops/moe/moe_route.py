@@ -10,6 +10,7 @@ from ...errors import check, fail
 from ...reference.moe import moe_route as reference
 from ...selection.costs import FLOAT32, INT32, CallSizes, Cost, CostModel
 from ..common.define import Traced, define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import FLOATS, INTS, expect, expect_dim
 from ..common.validate_batch import expect_positive
 
@@ -86,6 +87,7 @@ moe_route = define(
         sizes=lambda call: call.of_rows("x") | {"N": call.dims("gate")[0], "K": int(call.arguments["top_k"])},
         added=_cost_of_options,
     ),
+    invariant=Invariance(rows=("x", "token_ids"), on_cpu=AS_IT_IS),
 )
 
 

@@ -11,6 +11,7 @@ from ...reference.preprocess import compress_norm_rope_insert as reference
 from ...reference.preprocess.compress_norm_rope_insert import CompressArguments
 from ...selection.costs import FLOAT32, INT32, INT64, CallSizes, CostModel
 from ..common.define import define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import (
     FLOATS,
     INTS,
@@ -74,4 +75,5 @@ compress_norm_rope_insert = define(
             call, call.dims("positions")[0], call.dims("state_cache")[-1], "norm_weight", "cache_format"
         ),
     ),
+    invariant=Invariance(rows=("state_slot_mapping", "token_to_req", "positions", "slot_mapping"), on_cpu=AS_IT_IS),
 )

@@ -9,6 +9,7 @@ from ...errors import check
 from ...reference.preprocess import dequantize_and_gather_k_cache as reference
 from ...selection.costs import CostModel
 from ..common.define import define
+from ..common.invariance import EXACT
 from ..common.validate import FLOATS, expect, expect_dim, expect_kv_cache
 
 
@@ -60,4 +61,5 @@ dequantize_and_gather_k_cache = define(
     cost=CostModel(
         lambda D, S, row, e=2: (S * (row + e * D), 0),
     ),
+    invariant=EXACT,
 )

@@ -8,6 +8,7 @@ from ...cpu.preprocess import fused_q_kv_rmsnorm as cpu
 from ...reference.preprocess import fused_q_kv_rmsnorm as reference
 from ...selection.costs import CostModel
 from ..common.define import Traced, define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import FLOATS, expect, expect_dim
 
 
@@ -40,4 +41,5 @@ fused_q_kv_rmsnorm = define(
         lambda T, D, Q, e=2: (2 * T * e * (Q + D) + e * (Q + D), 0),
         sizes=lambda call: call.of_rows("kv") | {"Q": call.dims("qr")[-1]},
     ),
+    invariant=Invariance(rows=("qr", "kv"), on_cpu=AS_IT_IS),
 )

@@ -8,6 +8,7 @@ from ...cpu.preprocess import kv_rope_insert as cpu
 from ...reference.preprocess import kv_rope_insert as reference
 from ...selection.costs import CallSizes, CostModel, angles, inserted
 from ..common.define import define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import FLOATS, INTS, expect, expect_kv_cache, expect_rope_table, expect_rows
 
 
@@ -64,4 +65,5 @@ kv_rope_insert = define(
         lambda T, D, rope, row, e=2: (T * (angles(rope) + e * D + inserted(row)), 0),
         sizes=insert_sizes,
     ),
+    invariant=Invariance(rows=("kv", "slot_mapping", "positions"), on_cpu=AS_IT_IS),
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 from ...reference.preprocess import quantize_and_insert_k_cache as reference
 from ...selection.costs import CostModel, inserted, row_bytes
 from ..common.define import define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import FLOATS, INTS, expect, expect_kv_cache, expect_rows
 
 
@@ -33,4 +34,5 @@ quantize_and_insert_k_cache = define(
         lambda T, D, row, e=2: (T * (e * D + inserted(row)), 0),
         sizes=lambda call: call.of_rows("k") | {"row": row_bytes("fp8_ds_mla", call.dims("k")[-1])},
     ),
+    invariant=Invariance(rows=("k", "slot_mapping"), on_cpu=AS_IT_IS),
 )

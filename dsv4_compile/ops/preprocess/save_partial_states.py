@@ -9,6 +9,7 @@ from ...cpu.preprocess import save_partial_states as cpu
 from ...reference.preprocess import save_partial_states as reference
 from ...selection.costs import FLOAT32, INT64, CostModel
 from ..common.define import define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import FLOATS, INTS, expect, expect_dim, expect_rows, expect_state_cache
 
 
@@ -51,4 +52,5 @@ save_partial_states = define(
         lambda T, width: (T * (2 * FLOAT32 * width + 2 * INT64), 0),
         sizes=lambda call: dict(zip(("T", "width"), call.dims("kv_score"), strict=True)),
     ),
+    invariant=Invariance(rows=("kv_score", "state_slot_mapping", "positions"), on_cpu=AS_IT_IS),
 )
