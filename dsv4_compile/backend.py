@@ -25,6 +25,13 @@ _INLINE_LIMIT_IN_CPP = 8
 torch 2.13), nested conditions on slots grow to thousands of operations an element, half of Inductor's time on a model.
 The user's option of this name, or a lower setting, takes precedence. Triton code keeps the default."""
 
+_EXACT_ROUNDING = {
+    "emulate_precision_casts": True,
+    "cpp.enable_floating_point_contract_flag": "off",
+    "cpp.enable_unsafe_math_opt_flag": False,
+}
+"""Inductor settings of `dsv4.batch_invariant`: code of two graphs rounds the same values at the same places."""
+
 _WHOLE = ("triton.cudagraphs", "cpp_wrapper", "fx_wrapper", "freezing")
 """Inductor settings that need the whole graph: they capture it, or make one program of it."""
 
@@ -93,6 +100,8 @@ def _compile(
         limit = getattr(inductor_config, _INLINE_LIMIT)
         patches.setdefault(_INLINE_LIMIT, _INLINE_LIMIT_IN_CPP if limit is None else min(limit, _INLINE_LIMIT_IN_CPP))
         importlib.import_module("dsv4_compile.cpu.native").build()
+    if parsed.batch_invariant != "off":
+        patches |= _EXACT_ROUNDING
     capturing = Capturing.plan(parsed, gm, devices)
     patches |= capturing.inductor
     caching: Any = nullcontext()

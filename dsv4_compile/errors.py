@@ -100,6 +100,11 @@ CODES: dict[str, Code] = {
         "an implementation that is requested by name is used, or this error is raised; it is never replaced",
         'use dsv4.impl="auto", or one of the implementations listed',
     ),
+    "E303": Code(
+        "an op has no batch-invariant implementation here",
+        "with dsv4.batch_invariant all ops of a graph give a token the same bits whatever else is in the call",
+        "change the op in the message, or compile without dsv4.batch_invariant",
+    ),
     "E401": Code(
         "batch over the capacity of the persistent buffers",
         "a step has at most max_num_batched_tokens tokens, padding included, and max_num_seqs requests",

@@ -27,6 +27,7 @@ class Option(NamedTuple):
 
 
 FUSE_PASSES = ("fuse_preprocess", "fuse_indexer", "fuse_attention", "fuse_latent", "fuse_output", "fuse_streams")
+INVARIANT = "dsv4.batch_invariant"
 _PREFIX = "dsv4."
 _PER_OP = "dsv4.impl."
 _PER_PASS = "dsv4.fuse."
@@ -70,6 +71,16 @@ OPTIONS: Mapping[str, Option] = {
             "auto": "where that saves some compilations",
             "on": "where it saves one",
             "off": "each layer is traced and compiled",
+        },
+    ),
+    "dsv4.batch_invariant": Option(
+        "the same bits of a token's results whatever else is in the call, see batch-invariance.md; E303 for an op that "
+        "cannot promise it. True is tokens, False is off",
+        "off",
+        {
+            "off": "implementations are chosen by speed",
+            "step": "a token of a step depends on no other request, slot, batch size, padding or capture",
+            "tokens": "nor on whether it came in a prompt, a chunk or a step",
         },
     ),
     "dsv4.early_builds": Option(
@@ -162,6 +173,7 @@ class Options:
         strict: a value of dsv4.strict.
         early_builds: a value of dsv4.early_builds.
         buckets: a value of dsv4.buckets.
+        batch_invariant: a value of dsv4.batch_invariant.
     """
 
     impl: str = "auto"
@@ -175,6 +187,7 @@ class Options:
     strict: str = "off"
     early_builds: str = "all"
     buckets: str = "auto"
+    batch_invariant: str = "off"
 
     @classmethod
     def parse(cls, mode: str | None, options: Mapping[str, Any] | None, *, ops: Iterable[str]) -> Options:
@@ -231,7 +244,8 @@ class Options:
     def cache_key(self) -> tuple[Any, ...]:
         """Return the options that change generated code. torch adds the Inductor settings to its cache key itself."""
         fusing = tuple(self.fuse_of(name) for name in FUSE_PASSES)
-        return (self.impl, tuple(sorted(self.demands.items())), fusing, self.cudagraph, self.regions)
+        demands = tuple(sorted(self.demands.items()))
+        return (self.impl, demands, fusing, self.cudagraph, self.regions, self.batch_invariant)
 
     def fuse_of(self, name: str) -> str:
         """Return the value for the fusion pass `name`, a value of dsv4.fuse."""
@@ -262,7 +276,7 @@ def _check_inductor_setting(name: str, value: Any) -> None:
         fail("E301", got=f"{name}={value!r}", rule=f"{name} is {expected.__name__}", fix=f"pass {expected.__name__}")
 
 
-_FIELDS = ("impl", "fuse", "cudagraph", "regions", "strict", "early_builds", "buckets")
+_FIELDS = ("impl", "fuse", "cudagraph", "regions", "strict", "early_builds", "buckets", "batch_invariant")
 _FORMS = {int: ("an int above 0", "32"), bool: ("a bool", "True")}
 
 
@@ -274,6 +288,8 @@ def _valid(key: str, value: Any) -> Any:
     """Return a value of a known key, or raise E301."""
     pattern = next((f"{prefix}<{what}>" for prefix, what in _PATTERNS.items() if key.startswith(prefix)), key)
     allowed = OPTIONS[pattern].values
+    if key == INVARIANT and isinstance(value, bool):
+        value = "tokens" if value else "off"
     if not isinstance(allowed, type):
         rule = f"{key} is one of {', '.join(allowed)}"
         known = isinstance(value, str) and value in allowed

@@ -23,11 +23,13 @@ from ..errors import CompileError, fail
 from ..ops.common import kernels
 from ..ops.common.arguments import packed
 from ..ops.common.define import EAGER, LOWERED, OPS, REFERENCES
+from ..ops.common.invariance import CLAIMS, STEP, TOKENS
 from ..ops.common.kernels import KERNELS, launch, refusal
 from ..options import Options
 from ..selection import measured
 from ..selection.decisions import Call, Decision
 from ..selection.proven import is_proven, why_unproven
+from . import invariant
 from .calls_on_cpu import Function, call_on_cpu
 from .storage_offsets import count_slices_from_their_base, keep_storage_offsets
 
@@ -83,6 +85,10 @@ def load() -> None:
         call_on_cpu(twin(op, "eager"), function)
     for op in KERNELS:
         make_fallback(twin(op, "triton"))
+    for op in CLAIMS:
+        for level in (STEP, TOKENS):
+            forms = Function("dsv4_compile.ops.common.invariance", f"{level.upper()}_ON_CPU", f"{{}}.{op}")
+            call_on_cpu(twin(op, invariant.PREFIX + level), forms)
     for module in {how if isinstance(how, str) else TRACED for how in LOWERED.values()}:
         importlib.import_module(module)
 
@@ -96,9 +102,15 @@ def twin(op: str, impl: str) -> OpOverload:
     if impl != "ir":
         tags.append(torch.Tag.needs_exact_strides)
     library.define(str(public._schema).removeprefix("dsv4::"), tags=tags)
-    library.impl(op, _launch(op) if impl == "triton" else EAGER[op], "CompositeExplicitAutograd")
+    library.impl(op, _implementation(op, impl), "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4_{impl}::{op}", public, lib=library)
     return getattr(getattr(torch.ops, f"dsv4_{impl}"), op).default
+
+
+def _implementation(op: str, impl: str) -> Callable[..., Any]:
+    if impl.startswith(invariant.PREFIX):
+        return invariant.implementation(op, impl.removeprefix(invariant.PREFIX))
+    return _launch(op) if impl == "triton" else EAGER[op]
 
 
 def _launch(op: str) -> Callable[..., Any]:
@@ -158,7 +170,8 @@ def _by_request_only(call: Call, impl: str) -> str:
 def decide(call: Call, options: Options) -> Decision:
     """Choose the implementation of `call`. Raises E302 when a demanded one is not available."""
     decision = _choose(call, options)
-    if call.op not in options.demands and options.impl not in ("auto", decision.impl):
+    preferred = options.batch_invariant == "off" and call.op not in options.demands
+    if preferred and options.impl not in ("auto", decision.impl):
         _warn_once(decision, options.impl)
     return decision
 
@@ -172,6 +185,11 @@ def foresee(call: Call, options: Options) -> Decision:
 
 
 def _choose(call: Call, options: Options) -> Decision:
+    if options.batch_invariant != "off":
+        launchable = _can_launch(call)
+        proven = options.impl != "auto" or launchable.impl != "triton"
+        unproven = "" if proven else _by_request_only(call, "triton")
+        return invariant.choose(call, options.demands.get(call.op), launchable, unproven)
     choices = can_lower(call)
     available = [impl for impl, choice in choices.items() if choice.impl == impl]
     demand = options.demands.get(call.op)
@@ -224,13 +242,15 @@ def _measured(call: Call, impls: Sequence[str], within: float = math.inf) -> Map
     return measured.nearest(call.op, call.architecture, math.prod(sizes), sizes[0] if sizes else None, impls, within)
 
 
-def target_of(decision: Decision, call: Call) -> OpOverload:
-    """The op that a node must call to get the implementation decided for it.
+def target_of(decision: Decision, call: Call, level: str = "off") -> OpOverload:
+    """The op that a node must call to get the implementation decided for it, at a value of `dsv4.batch_invariant`.
 
     A twin, where the kernel is ours: the public op asks first for gradients, which a graph has none of, and for proof.
     On a CPU too, where the graph calls what the twin stands for without torch's dispatcher.
     """
     public = OPS[call.op]
+    if level != "off" and (call.device.type == "cpu" or decision.impl == "triton"):
+        return twin(call.op, invariant.PREFIX + level)
     if decision.impl == "eager" and call.device.type != "cpu" and not has_device_kernel(public, call.device):
         return public
     if decision.impl == "triton" and not _ours(call):

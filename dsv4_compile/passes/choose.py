@@ -24,7 +24,7 @@ from ..lowering.linear import mm
 from ..options import Options
 from ..runtime import early_builds
 from ..selection import call_costs, decisions, proven
-from . import pipeline
+from . import invariant_nodes, pipeline
 from .nodes import describe, launch_arguments, public_op
 from .rewrite import retarget
 
@@ -48,18 +48,20 @@ class ChooseImplementations(CustomGraphPass):
         for user_pass in self.user_passes:
             run_graph_pass(user_pass, graph)
         pipeline.run(graph, self.options)
-        builds = early_builds.active()
+        builds, level = early_builds.active(), self.options.batch_invariant
         for node in graph.nodes:
             op = public_op(node)
             if op is not None:
                 call = describe(node, op)
                 decision = registry.decide(call, self.options)
                 decisions.record(_with_times(decision, call) if decisions.collecting() else decision)
-                target = registry.target_of(decision, call)
+                target = registry.target_of(decision, call, level)
                 if builds is not None and decision.impl == "triton" and target is not op:
-                    builds.add(call.op, functools.partial(launch_arguments, node))
+                    builds.add(call.op, functools.partial(launch_arguments, node), level != "off")
                 retarget(node, target)
-        if "cpu" in self.architectures:
+        if level != "off":
+            invariant_nodes.make_invariant(graph, level)
+        elif "cpu" in self.architectures:
             mm.retarget(graph)
 
     def uuid(self) -> Any | None:

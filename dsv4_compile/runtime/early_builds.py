@@ -30,7 +30,7 @@ from .. import progress
 from .._compat import triton_known
 from ..errors import is_installed
 from ..kernels.host.build_hooks import prepare_builds
-from ..ops.common.kernels import launcher, refusal
+from ..ops.common.kernels import invariant_launcher, launcher, refusal
 from .start_times import spending
 
 _log = logging.getLogger("dsv4_compile.runtime")
@@ -213,34 +213,35 @@ class EarlyBuilds:
             self._finish()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def add(self, op: str, arguments: Callable[[], Sequence[Any]]) -> None:
+    def add(self, op: str, arguments: Callable[[], Sequence[Any]], invariant: bool = False) -> None:
         """Begin to build what a call of `op` launches; `arguments` are `Metadata` and plain values in schema order.
 
-        A call that the kernel does not support builds nothing: its reference runs.
+        A call that the kernel does not support builds nothing: its reference runs. `invariant` launches as
+        `dsv4.batch_invariant` does.
         """
-        self._add(op, arguments)
+        self._add(op, arguments, invariant)
         tokens, sizes = _sizes.get() if self._all_sizes else (0, ())
         for size in sizes:
             if size != tokens:
                 token = _instead.set((tokens, size))
                 try:
-                    self._add(op, arguments)
+                    self._add(op, arguments, invariant)
                 finally:
                     _instead.reset(token)
 
-    def _add(self, op: str, arguments: Callable[[], Sequence[Any]]) -> None:
+    def _add(self, op: str, arguments: Callable[[], Sequence[Any]], invariant: bool) -> None:
         try:
-            call = (op, *arguments())
+            call = (op, invariant, *arguments())
             if call in self._calls:
                 return
             self._calls.add(call)
             with self._fake, _Addresses(), self._building(self._build):
-                args = [value.make() if isinstance(value, Metadata) else value for value in call[1:]]
+                args = [value.make() if isinstance(value, Metadata) else value for value in call[2:]]
                 device = next(x.device for x in args if isinstance(x, Tensor))
                 with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                     refuses = refusal(op)
                     if refuses is None or not refuses(*args):
-                        launcher(op)(*args)
+                        (invariant_launcher if invariant else launcher)(op)(*args)
         except Exception as error:
             _report(Built(op, 0, _words(error)))
 

@@ -5,6 +5,7 @@ Shipped with the package so that your own models and kernels can be held to the 
 
 from __future__ import annotations
 
+from .batch_invariant import InvarianceReport, check_batch_invariant
 from .cached import assert_cached
 from .compare import TOLERANCES, Tolerance, assert_bitwise, assert_close
 from .generate import RandomCache, hostile_indices, hostile_values, padded, poison_, random_cache, strided
@@ -13,11 +14,13 @@ from .poison import poisoned_empty
 
 __all__ = [
     "TOLERANCES",
+    "InvarianceReport",
     "RandomCache",
     "Tolerance",
     "assert_bitwise",
     "assert_cached",
     "assert_close",
+    "check_batch_invariant",
     "check_op",
     "hostile_indices",
     "hostile_values",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...errors import check, error, fail
 from ...metadata import MetadataBuffers
 from ...ops.common.define import OPS
-from ...options import Options
+from ...options import INVARIANT, Options
 from ...progress import stage
 from ...runtime import DecodeRunner, Statistics, mark_static_inputs
 from ...runtime.addresses import AddressCheck, named_tensors
@@ -112,6 +112,9 @@ class RunningModel:
         # A first bucket of 1 token would be a graph more.
         prefill = TappedPrefill(model) if drafts else PrefillTokens(model)
         self._prefill = part(prefill, {max(2, size) for size in token_buckets(self.prefill_chunk)})
+        # A head between graphs would sum in an order of torch's.
+        invariant = backend == "dsv4" and bool(dict(options or {}).get(INVARIANT, "off") not in ("off", False))
+        self._head = compiled(model.lm_head) if invariant else model.lm_head
         self._weights: AddressCheck | None = None
         self._checked: Any = None
         self._device, self._cache = device, model.model.dsv4_cache
@@ -159,6 +162,11 @@ class RunningModel:
                     for part in (self._prefill, self.drafts or self._decode):
                         part.compile()
                         work.advance()
+            if self._head is not self.model.lm_head:
+                weight = self.model.lm_head.weight
+                with warming_up():
+                    for rows in (1, 2):
+                        self._head(weight.new_zeros(rows, weight.shape[1]))
 
     def prepare_join(self) -> None:
         """Read weights that have changed; capture the graphs once. Raises E421 for weights that they read elsewhere."""
@@ -223,7 +231,7 @@ class RunningModel:
         outputs, (rows, places, after) = _run(self._prefill, slots, parts, *groups)
         hidden, *taps = (outputs,) if self.drafts is None else outputs
         if done:
-            logits = self.model.lm_head(hidden[rows])
+            logits = self._head(hidden[rows])
             self._choose(logits, likeliest_tokens(logits), done, places, self._prefill)
         if self.drafts is not None:
             self.drafts.inject(hidden.shape[0], taps, after, rows, self._chosen[places])

@@ -1,0 +1,82 @@
+"""Implementations that `dsv4.batch_invariant` keeps to: those with a claim, see `ops/common/invariance.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..cpu import native
+from ..errors import fail
+from ..ops.common.define import OPS, REFERENCES
+from ..ops.common.invariance import (
+    AS_IT_IS,
+    CLAIMS,
+    STEP,
+    STEP_ON_CPU,
+    TOKENS_ON_CPU,
+    Invariance,
+    is_large,
+    row_places,
+    watchers,
+)
+from ..ops.common.kernels import launch
+from ..selection.decisions import Call, Decision
+
+PREFIX = "invariant_"
+"""Begin of the name of an implementation: `invariant_step` or `invariant_tokens`."""
+
+
+def choose(call: Call, demand: str | None, launchable: Decision, unproven: str) -> Decision:
+    """Return the implementation of `call` whose rows do not depend on each other. Raises E303 if there is none.
+
+    Args:
+        demand: the implementation that `dsv4.impl.<op>` demands, or None.
+        launchable: what the kernel says to the call.
+        unproven: why `auto` does not use the kernel, or "".
+    """
+    claims = CLAIMS.get(call.op, Invariance())
+    if call.device.type == "cpu":
+        impl, why = "eager", "" if claims.exact or claims.on_cpu else "its form for CPUs claims no independence of rows"
+        reason = _on_cpu(claims)
+    elif claims.exact:
+        # Integers and copies: any implementation gives the same bits.
+        usable = launchable.impl == "triton" and not unproven
+        impl, why, reason = "triton" if usable else "eager", "", "batch-invariant: integers and copies"
+    else:
+        impl, reason = "triton", f"batch-invariant: its kernel, {claims.kernel}"
+        why = (claims.kernel and unproven) or (launchable.reason if launchable.impl != "triton" else "")
+        if not claims.kernel:
+            why = claims.why or "its kernel and its reference claim no independence of rows"
+    if not why and demand not in (None, impl):
+        why = f"dsv4.impl.{call.op} demands {demand!r}, which claims no independence of rows"
+    if why:
+        place = f" for the call at {call.where}" if call.where else ""
+        fail("E303", got=f"torch.ops.dsv4.{call.op} on {call.device.type}{place}", why=why)
+    return call.choose(impl, reason)
+
+
+def _on_cpu(claims: Invariance) -> str:
+    if claims.exact:
+        return "batch-invariant: integers and copies"
+    by_kernel = claims.on_cpu == AS_IT_IS and native.takes()
+    return f"batch-invariant: {'C++ kernels, or ' if by_kernel else ''}each row alone"
+
+
+def implementation(op: str, level: str) -> Callable[..., Any]:
+    """Return what `dsv4_invariant_<level>::<op>` runs."""
+    reference, places = REFERENCES[op], row_places(op, OPS[op]._schema.arguments)
+    forms, exact = STEP_ON_CPU if level == STEP else TOKENS_ON_CPU, CLAIMS[op].exact
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = next(value.device for value in args if isinstance(value, torch.Tensor))
+        if device.type == "cpu":
+            return getattr(forms, op)(*args, **kwargs)
+        pinned = not exact and not is_large(level, args[places[0]].shape[0])
+        result = launch(op, reference, None, device, args, kwargs, invariant=pinned)
+        for watcher in watchers:
+            watcher(op, args, result)
+        return result
+
+    return run

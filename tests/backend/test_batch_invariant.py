@@ -1,0 +1,125 @@
+"""Graphs with `dsv4.batch_invariant`: implementations with a claim, replaced GEMMs and sums, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from dsv4_compile import DSV4Error
+from dsv4_compile._compat import FakeTensorMode
+from dsv4_compile.options import Options
+from dsv4_compile.passes import ChooseImplementations
+from dsv4_compile.passes.invariant_nodes import make_invariant
+from dsv4_compile.testing.samples import op_samples
+
+MODE = {"dsv4.batch_invariant": "tokens"}
+CALLS = {"fallback_by_default": True}
+"""Options with which Inductor calls PyTorch, where the generated code is not the question."""
+
+
+def compiled(function: object, dynamic: bool | None = None, **options: object) -> object:
+    return torch.compile(function, backend="dsv4", dynamic=dynamic, fullgraph=True, options={**MODE, **options})
+
+
+def graph_of(*calls: tuple[object, ...], level: str = "tokens") -> list[str]:
+    """Return the targets of a graph of calls, each of a fake tensor `[6, 24]`, after the pass."""
+    graph = Graph()
+    with FakeTensorMode():
+        x = torch.empty(6, 24)
+        place = graph.placeholder("x")
+        place.meta["val"] = x
+        weight = graph.placeholder("weight")
+        weight.meta["val"] = torch.empty(24, 8)
+        results: list[Node] = []
+        for function, *args in calls:
+            nodes = [{"x": place, "weight": weight}.get(a, a) if isinstance(a, str) else a for a in args]
+            node = graph.call_function(function, tuple(results[-1] if a == "last" else a for a in nodes))
+            node.meta["val"] = function(*torch.fx.map_arg(node.args, lambda n: n.meta["val"]))
+            results.append(node)
+        graph.output(results[-1])
+    make_invariant(graph, level)
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def test_values_of_the_option() -> None:
+    def level(value: object) -> str:
+        return Options.parse(None, {"dsv4.batch_invariant": value}, ops=()).batch_invariant
+
+    assert [level(value) for value in ("off", "step", "tokens", True, False)] == [
+        "off", "step", "tokens", "tokens", "off",
+    ]  # fmt: skip
+    for wrong in ("on", 1, None):
+        with pytest.raises(DSV4Error, match="E301"):
+            level(wrong)
+    keys = {Options.parse(None, {"dsv4.batch_invariant": value}, ops=()).cache_key() for value in ("off", "step", True)}
+    assert len(keys) == 3
+
+
+def test_a_graph_without_the_option_is_as_before() -> None:
+    graph = Graph()
+    with FakeTensorMode():
+        x, weight = graph.placeholder("x"), graph.placeholder("weight")
+        x.meta["val"], weight.meta["val"] = torch.empty(6, 24), torch.empty(8, 24).t()
+        node = graph.call_function(torch.ops.aten.mm.default, (x, weight))
+        node.meta["val"] = torch.empty(6, 8)
+        graph.output(node)
+    ChooseImplementations(Options.parse(None, {}, ops=()), (), [torch.device("cpu")])(graph)
+    assert str(node.target) == "dsv4_cpu.mm.default"
+
+
+def test_gemms_and_sums_are_replaced() -> None:
+    aten = torch.ops.aten
+    assert graph_of((aten.mm.default, "x", "weight")) == ["dsv4_invariant.mm.default"]
+    assert "dsv4_invariant.mm.default" in graph_of((aten.sum.dim_IntList, "x", [-1], True))
+    assert "aten.sum.dim_IntList" not in graph_of((aten.mean.dim, "x", [1]))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (torch.ops.aten.exp.default, "x"),
+        (torch.ops.aten.cumsum.default, "x", 1),
+        (torch.ops.aten._softmax.default, "x", 1, False),
+        (torch.ops.aten.pow.Tensor_Scalar, "x", 3),
+        (torch.ops.aten.var.correction, "x", [1]),
+        (torch.ops.aten.tanh.default, "x"),
+    ],
+    ids=lambda call: str(call[0]),
+)
+def test_what_rounds_by_place_or_sums_over_tokens_is_refused(call: tuple[object, ...]) -> None:
+    with pytest.raises(DSV4Error, match="E303"):
+        graph_of(call)
+
+
+def test_roundings_that_code_generation_may_leave_out_are_refused() -> None:
+    half = (torch.ops.prims.convert_element_type.default, "x", torch.bfloat16)
+    with pytest.raises(DSV4Error, match=r"(?s)E303.*rounding to torch.bfloat16"):
+        graph_of(half, (torch.ops.aten.mul.Tensor, "last", 3.0), (torch.ops.aten.add.Tensor, "last", 1.0))
+    graph_of(half, (torch.ops.aten.mul.Tensor, "last", 3.0))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_rows_of_a_compiled_function_do_not_depend_on_their_number(dynamic: bool | None, gemms_by_size: None) -> None:
+    weight, bias = torch.randn(24, 40), torch.randn(40)
+
+    def layer(x: Tensor) -> Tensor:
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        return torch.addmm(bias, normed, weight).unflatten(1, (4, 10)).sum(1)
+
+    x = torch.randn(70, 24)
+    run = compiled(layer, dynamic, **CALLS)
+    whole = run(x)
+    torch.testing.assert_close(whole, layer(x), rtol=1e-4, atol=1e-4)
+    for rows in (slice(0, 1), slice(3, 5), slice(17, 70)):
+        assert torch.equal(run(x[rows]), whole[rows])
+
+
+def test_an_op_without_a_claim_and_a_demanded_implementation_are_refused() -> None:
+    args = op_samples("sparse_mla_prefill")[0]
+    with pytest.raises(Exception, match=r"(?s)E303.*sparse_mla_prefill"):
+        compiled(torch.ops.dsv4.sparse_mla_prefill.default)(*args)
+    norm = op_samples("fused_q_kv_rmsnorm")[0]
+    with pytest.raises(Exception, match=r"(?s)E303.*demands"):
+        compiled(torch.ops.dsv4.fused_q_kv_rmsnorm.default, **{"dsv4.impl.fused_q_kv_rmsnorm": "ir"})(*norm)

@@ -1,0 +1,59 @@
+"""The tiny model with `dsv4.batch_invariant`: the same bits alone and in any company. DSV4_LONG=1 runs 500 batches."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from dsv4_compile import hf
+from dsv4_compile.hf.tiny import tiny_drafts, tiny_model
+from dsv4_compile.testing import check_batch_invariant
+
+LONG = bool(os.environ.get("DSV4_LONG"))
+COMPOSITIONS = 500 if LONG else 20
+MODE = {"dsv4.batch_invariant": "tokens"}
+ONE = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "num_hash_layers": 0}
+"""A layer with an indexer, which is quick to compile."""
+SIZES: dict[str, Any] = {"slots": 4, "prefill_chunk": 48, "backend": "dsv4", "options": MODE}
+
+
+def converted(drafts: str = "", **options: Any) -> Any:
+    model = tiny_model(**({} if LONG else ONE))
+    attached = tiny_drafts(model, drafts) if drafts else None
+    return hf.convert(model, max_batch_size=8, max_seq_len=256, attention_only=False, drafts=attached, **options)
+
+
+@pytest.fixture
+def by_size(gemms_by_size: None) -> None:
+    """Let each GEMM of torch that is left show itself."""
+
+
+def test_a_running_batch_gives_each_request_the_logits_that_it_gets_alone(by_size: None) -> None:
+    batch = hf.RunningBatch(converted(), **SIZES, graphs="standin")
+    assert check_batch_invariant(batch, compositions=COMPOSITIONS).rows > 20 * COMPOSITIONS
+
+
+def test_a_running_batch_without_the_option_is_seen(by_size: None) -> None:
+    batch = hf.RunningBatch(converted(), slots=4, prefill_chunk=48)
+    with pytest.raises(AssertionError, match=r"new token \d of request \d has other logits than alone"):
+        check_batch_invariant(batch, compositions=3)
+
+
+def test_a_model_whose_calls_depend_on_each_other_is_seen(by_size: None) -> None:
+    with pytest.raises(AssertionError, match=r"composition 0.* token \d+ has other logits than alone; no op"):
+        check_batch_invariant(converted(), compositions=1)
+
+
+if LONG:  # these compile for minutes
+
+    @pytest.mark.parametrize("kind", ["dspark", "mtp"])
+    def test_a_running_batch_with_drafts_gives_each_request_the_tokens_that_it_gets_alone(kind: str) -> None:
+        check_batch_invariant(hf.RunningBatch(converted(kind), **SIZES, graphs="standin"), compositions=COMPOSITIONS)
+
+    @pytest.mark.parametrize("level", ["step", "tokens"])
+    def test_a_compiled_model_gives_each_token_the_logits_that_it_gets_alone(level: str) -> None:
+        model = converted()
+        model.compile(fullgraph=True, backend="dsv4", options=MODE | {"dsv4.batch_invariant": level})
+        check_batch_invariant(model, compositions=COMPOSITIONS)
