@@ -57,7 +57,8 @@ class ChooseImplementations(CustomGraphPass):
                 decisions.record(_with_times(decision, call) if decisions.collecting() else decision)
                 target = registry.target_of(decision, call, level)
                 if builds is not None and decision.impl == "triton" and target is not op:
-                    builds.add(call.op, functools.partial(launch_arguments, node), level != "off")
+                    pinned = {} if level == "off" else {"invariant": True}
+                    builds.add(call.op, functools.partial(launch_arguments, node), **pinned)
                 retarget(node, target)
         if level != "off":
             invariant_nodes.make_invariant(graph, level)
