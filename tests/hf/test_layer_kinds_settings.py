@@ -16,15 +16,39 @@ from torch import nn
 
 from dsv4_compile import hf
 from dsv4_compile.hf.model.layer_kinds import _kind
+from dsv4_compile.hf.model.redundant_guards import watched
 from dsv4_compile.hf.tiny import tiny_config, tiny_model
-from tests.hf.small import close, random_ids
-from tests.hf.test_layer_kinds import PAIRS, TYPES, compiled, logits
+from tests.hf.small import close, logits, random_ids
+from tests.hf.test_layer_kinds import ALIKE, CHANGES, PAIRS, SAME_KIND, TYPES, change, compiled
 from tests.hf.test_redundant_guards import own_forward, twice
 
 
 @pytest.fixture(scope="module")
 def pairs() -> Any:
     return hf.convert(tiny_model(**PAIRS), max_batch_size=1, max_seq_len=16)
+
+
+@pytest.fixture(scope="module")
+def alike() -> Any:
+    return hf.convert(tiny_model(**ALIKE), max_batch_size=1, max_seq_len=16)
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_changed_layer_has_another_kind_or_hands_its_tensors_over(what: str, index: int, alike: Any) -> None:
+    watched.update(("top_k", "hc_eps"))  # as a trace of a layer does
+    model, stack = copy.deepcopy(alike), alike.model
+    model.model.adopt()
+    stack.adopt()
+    assert (model.model.dsv4_state, model.model.dsv4_repeated.layers) == (stack.dsv4_state, (1,))
+    change(model, index, what)
+    model.model.adopt()
+    same = what in SAME_KIND
+    assert (model.model.dsv4_state == stack.dsv4_state) is same
+    assert model.model.dsv4_repeated.layers == ((1,) if same else ())
+    if same and index:
+        held = {id(tensor) for tensor in model.model.dsv4_repeated.weights}
+        assert all(id(t) in held for name, t in model.model.dsv4_parameters.items() if name.startswith("layers.1."))
 
 
 class Note:
