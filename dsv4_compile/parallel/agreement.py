@@ -25,6 +25,7 @@ __all__ = [
     "digest",
     "digest_in_order",
     "reject",
+    "summary",
 ]
 
 _REJECTED = "rejected"
@@ -73,11 +74,15 @@ def reject(what: str, fault: BaseException, ranks: Ranks) -> None:
 
     Raises E702 on all ranks, with the text of `fault`, unless all reject with the same error.
     """
+    code = fault.code if isinstance(fault, DSV4Error) else type(fault).__name__
+    agree(what, {_REJECTED: _Rejected(code, summary(fault))}, ranks)
+
+
+def summary(fault: BaseException) -> str:
+    """Return code, input and reason of an error of this package, or class and first line of any other, in a line."""
     if isinstance(fault, DSV4Error):
-        code, text = fault.code, f"[{fault.code}] {fault.got}" + (f", {fault.why}" if fault.why else "")
-    else:
-        code, text = type(fault).__name__, (f"{type(fault).__name__}: {fault}").splitlines()[0]
-    agree(what, {_REJECTED: _Rejected(code, text)}, ranks)
+        return f"[{fault.code}] {fault.got}" + (f", {fault.why}" if fault.why else "")
+    return f"{type(fault).__name__}: {fault}".splitlines()[0].removesuffix(": ")
 
 
 def compare_barriers() -> None:

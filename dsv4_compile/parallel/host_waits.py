@@ -98,6 +98,10 @@ class HostWaits(watchdog.HostCalls):
             if number < self.begun
         }
 
+    def ahead(self) -> list[int]:
+        """Return the ranks that have begun a call to which this one has not come."""
+        return [rank for rank in self._others() if self._numbers(rank)[1] > self.begun]
+
     def leave(self) -> None:
         """Tell the other ranks that this one leaves the group, and end the threads."""
         self._beats.stop.set()

@@ -10,14 +10,14 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
 
-from ..errors import DSV4Error, error
+from ..errors import DSV4Error, check, error
 from .ranks import Ranks
 
 _EXITING = 0x4
@@ -49,6 +49,9 @@ class Lookout(Protocol):
     def behind(self) -> Mapping[int, str]:
         """Return the ranks that have not come to the pending call, with their finished calls."""
 
+    def ahead(self) -> Sequence[int]:
+        """Return the ranks that have begun a call to which this one has not come."""
+
 
 def of_collective(fault: BaseException) -> bool:
     """Return whether `fault` is that of a collective, or of the store of a group."""
@@ -67,11 +70,13 @@ class Processes:
     Attributes:
         places: by rank, name of its host and number of its process there.
         visible: by rank, number and beginning of the processes that are seen from here.
+        followed: a `RunningBatch` of this rank that the others follow, so that they come to no other call.
     """
 
     def __init__(self, ranks: Ranks, patience: float = 5.0) -> None:
         self.ranks, self.patience = ranks, patience
         self.lookout: Lookout | None = None
+        self.followed: object | None = None
         self._group = id(ranks.group) if ranks.size > 1 else 0
         mine = platform.node(), os.getpid(), _started(os.getpid())
         introduce(ranks)
@@ -131,6 +136,16 @@ class Processes:
                 return reasons
             time.sleep(0.05)
 
+    def check_free(self) -> None:
+        """Raise E208 if the other ranks follow a `RunningBatch` of this one."""
+        check(
+            self.followed is None,
+            "E208",
+            got="a call of all ranks while the others follow a RunningBatch",
+            why="they come to steps of the batch alone",
+            fix="call batch.close() first, or pass the prompt to batch.submit",
+        )
+
     def fail(self, fault: BaseException) -> NoReturn:
         """Raise E703 for a `fault` of a collective, with the ranks that it waited for."""
         first = (str(fault).strip() or type(fault).__name__).splitlines()[0]
@@ -179,8 +194,13 @@ def known_processes(ranks: Ranks) -> Processes | None:
 
 @contextmanager
 def naming(ranks: Ranks) -> Iterator[None]:
-    """Wait for other ranks in the block; a collective that fails raises E703 with the ranks it waited for."""
+    """Wait for other ranks in the block; a collective that fails raises E703 with the ranks it waited for.
+
+    Raises E208 while the other ranks follow a `RunningBatch`.
+    """
     known = known_processes(ranks)
+    if known is not None:
+        known.check_free()
     lookout = None if known is None else known.lookout
     try:
         with nullcontext() if lookout is None else lookout.call():

@@ -48,7 +48,7 @@ class InStep:
     """
 
     def __init__(self, ranks: Ranks, device: torch.device | None = None, timeout: float = watchdog.TIMEOUT) -> None:
-        self.ranks = ranks
+        self.ranks, self.timeout = ranks, timeout
         self.processes = peers.meet(ranks)
         self.watchdog: watchdog.Watchdog | None = None
         self.waits = None if ranks.symmetric else host_waits.watch(ranks, timeout)
@@ -67,7 +67,10 @@ class InStep:
             arguments: of the forward, by name.
             cache: what it continues.
             model: the decoder stack.
+
+        Raises E208 while the other ranks follow a `RunningBatch`.
         """
+        self.processes.check_free()
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, str))}
         ids = tensors["input_ids"]
@@ -102,6 +105,21 @@ class InStep:
             self.waits.exit()
         if self.watchdog is not None:
             self.watchdog.exit()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step of all ranks in the block, without comparing it; a failed collective raises E703.
+
+        The other ranks are told of anything else that the block raises.
+        """
+        self._enter()
+        try:
+            yield
+        except BaseException as fault:
+            self.explain(fault)
+            raise
+        finally:
+            self.launched()
 
     def watched(self) -> AbstractContextManager[None]:
         """Watch other calls of the block in which ranks wait for each other."""
