@@ -18,8 +18,12 @@ import torch
 
 from dsv4_compile.errors import DSV4Error
 from dsv4_compile.hf.tiny import quiet_libraries
+from tests.parallel import ways
 from tests.parallel.processes import rank_context
-from tests.parallel.ways import DIFFERS, ENOUGH, GONE, Me, model_of
+from tests.parallel.serving_ways import IN_BATCH
+from tests.parallel.ways import DIFFERS, ENOUGH, Me, model_of
+
+GONE = ways.GONE | IN_BATCH
 
 GLOO_TIMEOUT = 100.0
 """Seconds that no survivor may wait for."""
@@ -116,11 +120,12 @@ def wrong(name: str, outcomes: Sequence[Outcome | None]) -> list[str]:
     for rank, outcome in enumerate(outcomes):
         if name in GONE and rank == last:
             continue
-        code, words = ("E702", DIFFERS[name][1]) if name in DIFFERS else ("E703", GONE[name][1])
+        words = (DIFFERS | GONE)[name][1]
+        code = "E702" if name in DIFFERS or "E702" in words else "E703"
         if outcome is None:
             lines.append(f"{name}: rank {rank} hung or died")
             continue
-        named = f"on rank {last}" if name in DIFFERS else f"rank {last} (process"
+        named = f"on rank {last}" if code == "E702" else f"rank {last} (process"
         missing = [word for word in (*words, named) if word not in outcome.text]
         if outcome.code != code or missing or outcome.seconds > ENOUGH:
             lines.append(f"{name}: rank {rank}, {outcome.seconds:.0f} s, no {missing}: {outcome.text}")

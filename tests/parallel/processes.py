@@ -23,6 +23,7 @@ PRELOADED = (
     "tests.debug.rank_checks",
     "tests.parallel.checks",
     "tests.parallel.draft_checks",
+    "tests.parallel.serving_checks",
     "tests.parallel.ways",
     "tests.parallel.watched",
     "torch._inductor.compile_fx",

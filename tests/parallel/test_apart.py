@@ -19,9 +19,9 @@ from dsv4_compile.errors import RankError
 from dsv4_compile.hf.model import call_facts
 from dsv4_compile.parallel import Ranks, agreement, peers
 from dsv4_compile.parallel.host_waits import close_connections
-from tests.parallel.apart import Outcome, run_ways, wrong
+from tests.parallel.apart import GONE, Outcome, run_ways, wrong
 from tests.parallel.callers import Add
-from tests.parallel.ways import DIFFERS, GONE
+from tests.parallel.ways import DIFFERS
 
 ALL = tuple(map(int, os.environ.get("DSV4_RANKS", "").split()))
 SAMPLE = (
@@ -36,6 +36,8 @@ SAMPLE = (
     "killed between steps",
     "stopped before a call",
     "raises in a forward, and lives on",
+    "killed in a step of a batch",
+    "chooses other tokens in a batch",
 )
 CASES = [(size, name) for size in ALL or (2,) for name in ((*DIFFERS, *GONE) if ALL else SAMPLE)]
 

@@ -103,7 +103,11 @@ class Request(AtFixedAddresses):
 
     @property
     def error(self) -> Exception | None:
-        """Cause of the end: E211 for logits of NaN or a step that raised, or what the request's callback raised."""
+        """Cause of the end.
+
+        E211 for logits of NaN or a step that raised, what the request's callback raised, or the E702 or E703 that ended
+        a batch of several ranks.
+        """
         return self._progress.error
 
     @property

@@ -8,41 +8,43 @@ for token in request:                     # runs the whole batch; or batch.run()
 A request has one slot of a paged cache from its first chunk of prefill to its last token. Waiting requests join in the
 order they came. A step prefills at most `prefill_chunk` tokens, then decodes one token of every other request; each
 part is one captured graph on a GPU. The host waits for the device once a step, when it reads the tokens.
+
+with hf.RunningBatch(model, slots=8) as batch:  # of a model that is split over ranks, on all of them
+    answer(batch) if rank == 0 else batch.serve()
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import DSV4Error, check, error, fail
+from ...errors import check, fail
 from ...runtime import DraftStatistics, Statistics
-from ...runtime.addresses import AtFixedAddresses
 from ...sizes import check_size, shown
 from ..model.arguments import callback, check_flags, integer, stop_set, token_ids
 from ..model.causal_lm import CompilableForCausalLM
 from ..model.draft_generate import refuse_missing_drafts
+from .request_slots import NewToken, RequestSlots
 from .requests import Progress, Request
 from .running_model import RunningModel
-from .sampling import NO_TOKEN, RequestSampling
+from .running_ranks import RunningRanks, progress_of, ranks_of, rejecting
+from .sampling import RequestSampling
 
 _log = logging.getLogger("dsv4_compile.hf")
-_One = tuple[Progress, int]
-"""A request and its new token."""
 
 
-class RunningBatch(AtFixedAddresses):
+class RunningBatch(RequestSlots):
     """Runs requests of a converted model together, each with the tokens that it gets alone.
 
     Args:
-        model: what `hf.convert` returned, whole on this device. Its weights are shared; the cache is the batch's own.
+        model: what `hf.convert` returned, whole or split. Its weights are shared; the cache is the batch's own.
         slots: most requests that run at the same time.
         max_seq_len: most tokens of a request, prompt and answer together, rounded up to whole pages of 256 (None = that
             of the model's cache).
@@ -58,7 +60,11 @@ class RunningBatch(AtFixedAddresses):
     Compiles and captures all of its steps when it is made, with progress, so that no request waits for that. Prompts
     are padded to `runtime.token_buckets(prefill_chunk)`, decodes to `runtime.request_buckets(slots)`.
 
-    Raises E208 for a model that is not converted or is split over ranks, E204 for sizes.
+    All ranks of a split model make the batch with the same arguments. Rank 0 submits and steps; every other rank calls
+    `serve`, until rank 0 closes the batch and may call the model otherwise again. A step that fails on a rank, or a
+    rank that is gone, ends the batch on all of them, with E703 and that rank's name.
+
+    Raises E208 for a model that is not converted, E204 for sizes, E702 on all ranks for arguments that differ.
 
     No request ends, fails or changes another: one whose logits are NaN or infinite fails alone. One thread at a time
     runs steps, E208 otherwise; any thread may submit and cancel. Copies, pickles and use after a fork raise E432.
@@ -79,33 +85,37 @@ class RunningBatch(AtFixedAddresses):
         drafts: bool | None = None,
     ) -> None:
         check(
-            isinstance(model, CompilableForCausalLM) and model.model.dsv4_in_step is None,
+            isinstance(model, CompilableForCausalLM),
             "E208",
-            got=f"a {'split ' if isinstance(model, CompilableForCausalLM) else ''}{type(model).__name__}",
-            why="the host of one device decides who joins",
-            fix="pass a model that dsv4_compile.hf.convert returned, without mesh",
+            got=f"a {type(model).__name__}",
+            fix="pass a model that dsv4_compile.hf.convert returned",
         )
-        if drafts is not None:
-            check_flags(drafts=drafts)
-        if drafts and model.dsv4_drafts is None:
-            refuse_missing_drafts()
-        drafts = model.dsv4_drafts is not None if drafts is None else drafts
-        slots, prefill_chunk = check_size("slots", slots), check_size("prefill_chunk", prefill_chunk, least=2)
-        self.model, self.slots = model, slots
-        with torch.inference_mode(False):  # later steps write its tensors in any mode
-            self._steps = RunningModel(model, slots, max_seq_len, prefill_chunk, backend, options, graphs, drafts)
-        self.max_seq_len, self.prefill_chunk = self._steps.max_seq_len, self._steps.prefill_chunk
-        self.caches, self.graphs = self._steps.caches, self._steps.graphs
-        self._waiting: deque[Progress] = deque()
-        self._running: list[Progress | None] = [None] * slots
-        self._submitted = 0
-        self._uncalled: deque[_One] = deque()  # tokens whose callbacks have not been called
-        self._dropped: dict[Progress, int] = {}
-        self._lock = threading.RLock()  # held for a few lines, never while a model or a callback runs
+        ranks = ranks_of(model)
+        with rejecting(ranks):
+            super().__init__(check_size("slots", slots))
+        arguments: dict[str, Any] = {"slots": slots, "max_seq_len": max_seq_len, "prefill_chunk": prefill_chunk}
+        arguments |= {"backend": backend, "options": options, "graphs": graphs, "drafts": drafts}
+        self._ranks: RunningRanks | None = None
         self._stepping: tuple[int, object] | None = None
-        self._calling_back = self._unfinished = False
+        self._closed = self._to_close = False
         self._to_cancel: list[Progress] = []
-        self._steps.warm_up()
+        with rejecting(ranks):
+            if drafts is not None:
+                check_flags(drafts=drafts)
+            if drafts and model.dsv4_drafts is None:
+                refuse_missing_drafts()
+            drafts = model.dsv4_drafts is not None if drafts is None else drafts
+            prefill_chunk = check_size("prefill_chunk", prefill_chunk, least=2)
+            with torch.inference_mode(False):  # later steps write its tensors in any mode
+                steps = RunningModel(model, slots, max_seq_len, prefill_chunk, backend, options, graphs, drafts)
+            if ranks is not None:
+                self._ranks = RunningRanks(model, arguments)
+                weakref.finalize(self, self._ranks.leave)
+        self.model, self._steps = model, steps
+        self.max_seq_len, self.prefill_chunk = steps.max_seq_len, steps.prefill_chunk
+        self.caches, self.graphs = steps.caches, steps.graphs
+        with self._on_ranks():
+            steps.warm_up()
 
     def __repr__(self) -> str:
         return (
@@ -117,9 +127,6 @@ class RunningBatch(AtFixedAddresses):
     def running(self) -> list[Request]:
         """Requests that have a slot."""
         return [progress.request for progress in self._served()]
-
-    def _served(self) -> list[Progress]:
-        return [progress for progress in self._running if progress is not None]
 
     @property
     def statistics(self) -> Statistics:
@@ -166,6 +173,7 @@ class RunningBatch(AtFixedAddresses):
         request that would not fit its slot. A request that is not taken leaves the batch as it was.
         """
         self.check_process()
+        self._check_takes()
         vocab, most = self._steps.vocab_size, self._steps.max_seq_len
         new = integer("max_new_tokens", max_new_tokens, 1)
         ids = token_ids(prompt, vocab, most)
@@ -204,6 +212,8 @@ class RunningBatch(AtFixedAddresses):
                 rule="a batch cancels the requests that its submit returned",
                 fix="call request.cancel()",
             )
+        if self._ranks is not None and not self._ranks.leads:
+            self._check_takes()
         with self._lock:
             if self._stepping is None or (self._calling_back and self._stepping[0] == threading.get_ident()):
                 self._cancel(progress)
@@ -212,6 +222,8 @@ class RunningBatch(AtFixedAddresses):
 
     def run(self) -> None:
         """Run steps until no request waits or runs."""
+        if self._ranks is not None:
+            self._check_takes()
         while not self.idle:
             self.step()
 
@@ -236,7 +248,7 @@ class RunningBatch(AtFixedAddresses):
                 _log.error("a callback ended %r", progress.request, exc_info=fault)
 
     @torch.no_grad()
-    def _whole_step(self) -> tuple[list[_One], list[tuple[Progress, BaseException]]]:
+    def _whole_step(self) -> tuple[list[NewToken], list[tuple[Progress, BaseException]]]:
         """Run a step and call back; return the new tokens, and what callbacks raised, interrupts first."""
         self.check_process()
         turn = (threading.get_ident(), object())
@@ -248,6 +260,7 @@ class RunningBatch(AtFixedAddresses):
                 fail("E208", got=f"a step {place} of a step", fix="submit or cancel there instead")
             if self._unfinished:  # by an interrupt in the middle of a recovery
                 self._recover(None)
+            self._check_takes()
             new = self._step()
             faults = self._call_back()
             return self._without_dropped(new), faults
@@ -258,128 +271,129 @@ class RunningBatch(AtFixedAddresses):
             with self._lock:
                 while self._to_cancel and self._stepping is None:
                     self._cancel(self._to_cancel.pop())
+                if self._to_close and self._stepping is None:
+                    self._end_batch()
 
-    def _step(self) -> list[_One]:
+    def _step(self) -> list[NewToken]:
         try:
-            self._steps.check()
-            self._join()
-            self._steps.prepare_step()
-            served = [progress for progress in self._served() if progress.state == "decode"]
-            decoding = [progress for progress in served if not self._steps.is_plain(progress)]
-            self._unfinished = True
-            prefilled = self._steps.prefill(self._running)
-            if decoding:
-                self._run_decode(decoding)
-            chosen = self._steps.chosen()  # the one wait of a step
-            new = self._record({*prefilled, *decoding}, self._steps.new_tokens(self._running, chosen))
-            self._unfinished = False
+            joining = self._joining()
+            self._steps.prepare(bool(joining))
+            if self._ranks is not None:
+                if not joining and not self._served():
+                    return []
+                self._ranks.begin_step(joining, self._cancelled, bool(joining) or self._steps.reads_each_step)
+            self._cancelled.clear()
+            self._join(joining)
+            return self._run_step()
         except BaseException as fault:
             self._recover(fault)
             raise
+
+    def _run_step(self) -> list[NewToken]:
+        """Run a step of the requests that have a slot; return their new tokens."""
+        served = [progress for progress in self._served() if progress.state == "decode"]
+        decoding = [progress for progress in served if not self._steps.is_plain(progress)]
+        self._unfinished = True
+        with self._on_ranks():
+            prefilled = self._steps.prefill(self._running)
+            if decoding:
+                self._steps.decode(self._running, decoding)
+            if self._ranks is not None:
+                self._ranks.launched()
+            chosen = self._steps.chosen()  # the one wait of a step
+        tokens = self._steps.new_tokens(self._running, chosen)
+        new = self._record({*prefilled, *decoding}, tokens)
+        if self._ranks is not None:
+            self._ranks.finish_step(tokens)
+        self._unfinished = False
         return new
 
-    def _run_decode(self, decoding: list[Progress]) -> None:
-        self._steps.decode(self._running, decoding)
-
-    def _record(self, served: Collection[Progress], chosen: Sequence[Sequence[int]]) -> list[_One]:
-        """Give requests their tokens, in the order of slots, and end those that are complete."""
-        by_slot = tuple(zip(self._running, chosen, strict=True))
-        tokens = [(progress, token) for progress, new in by_slot if progress in served for token in new]
-        new: list[_One] = []
-        for progress, token in tokens:
-            if progress is None or progress.ended:  # by a token before, in the same step
-                continue
-            if token == NO_TOKEN:
-                count = len(progress.tokens)
-                fix = "look for NaN and infinity in the weights that its tokens reach, embeddings first"
-                self._fail(progress, error("E211", got=f"logits of NaN or infinity after {count} new tokens", fix=fix))
-                continue
-            new.append((progress, token))
-            progress.tokens.append(token)
-            if progress.on_token is not None:
-                self._uncalled.append((progress, token))
-            if token in progress.stop_tokens:
-                self._end(progress, "stop")
-            elif len(progress.tokens) == progress.max_new_tokens:
-                self._end(progress, "length")
-        return new
+    def _on_ranks(self) -> AbstractContextManager[None]:
+        """Return a context for work with collectives."""
+        return nullcontext() if self._ranks is None else self._ranks.step()
 
     def _recover(self, fault: BaseException | None) -> None:
-        """Bring requests into a clear state after a step that did not end; what has run a part of it has failed."""
+        ranks = self._ranks
+        if ranks is not None and ranks.is_over(fault):
+            self._fail_all(ranks.end(fault or KeyboardInterrupt()))
+        super()._recover(fault)
+
+    def serve(self) -> None:
+        """Follow rank 0 until it closes the batch; on each other rank of a split model.
+
+        Raises E703 if a rank is gone or a step fails on one of them, and E702 if this one chose other tokens than rank
+        0: either ends the batch. Raises E208 on rank 0, and in a batch of a whole model.
+        """
+        self.check_process()
+        ranks = self._ranks
+        if ranks is None or ranks.leads:
+            where = "in a batch of a whole model" if ranks is None else "on rank 0"
+            fail("E208", got=f"serve() {where}", fix="submit requests, and call run() or step()")
+        ranks.check_runs()
         with self._lock:
-            running = self._served()
-            self._waiting = deque(progress for progress in self._waiting if progress not in running)
-            for progress in (*self._waiting, *running):  # of a join in the middle of which the fault came
-                if progress in running and progress.state == "waiting":
-                    progress.state = "prefill"
-                elif progress not in running and progress.state == "prefill":
-                    progress.state = "waiting"
-        if self._unfinished:
-            with suppress(Exception):
-                self._steps.chosen()  # until then the device may read the numbers that the host has sent
-            for progress in running:
-                raised = "was interrupted" if fault is None else f"raised {type(fault).__name__}"
-                cause = error("E211", got=f"a step that {raised}", fix="submit the request again")
-                cause.__cause__ = fault
-                self._fail(progress, cause)
-            self._unfinished = False
+            running, self._stepping = self._stepping, self._stepping or (threading.get_ident(), object())
+        check(running is None, "E208", got="a second serve() of this batch", fix="call it in one thread")
+        try:
+            while not self._closed and not self._to_close:
+                self._follow(ranks)
+        except BaseException as fault:
+            self._fail_all(ranks.end(fault))
+            raise
+        finally:
+            self._stepping = None
+            if self._to_close:
+                self.close()
 
-    def _call_back(self) -> list[tuple[Progress, BaseException]]:
-        """Pass new tokens to callbacks; cancel requests whose callbacks raise, and return what they raised."""
-        faults: list[tuple[Progress, BaseException]] = []
-        self._calling_back = True
-        while self._uncalled:
-            progress, token = self._uncalled.popleft()
-            assert progress.on_token is not None
-            try:
-                progress.on_token(token)
-            except BaseException as fault:
-                self._cancel(progress)
-                progress.error = fault if isinstance(fault, Exception) else None
-                faults.append((progress, fault))
-        return sorted(faults, key=lambda raised: isinstance(raised[1], Exception))
-
-    def _cancel(self, progress: Progress) -> None:
-        if progress.state == "waiting":
-            self._waiting.remove(progress)
-        later = [pair for pair in self._uncalled if pair[0] is progress]
-        if self._calling_back and later:  # tokens of the same step: without drafts they would not be there yet
-            self._uncalled = deque(pair for pair in self._uncalled if pair[0] is not progress)
-            del progress.tokens[-len(later) :]
-            self._dropped[progress] = len(later)
-            if progress.ended:
-                progress.state = "cancelled"
-        if not progress.ended:
-            self._end(progress, "cancelled")
-
-    def _without_dropped(self, new: list[_One]) -> list[_One]:
-        """Return the new tokens of a step without those that `_cancel` has dropped."""
-        dropped, self._dropped = self._dropped, {}
-        remaining: list[_One] = []
-        for progress, token in reversed(new):
-            if dropped.get(progress, 0):
-                dropped[progress] -= 1
-            else:
-                remaining.append((progress, token))
-        return remaining[::-1]
-
-    def _fail(self, progress: Progress, cause: DSV4Error) -> None:
-        progress.error = cause
-        self._end(progress, "failed")
-        _log.error("%r: %s", progress.request, cause.got)
-
-    def _end(self, progress: Progress, state: str) -> None:
-        progress.state = state
-        if progress in self._running:
-            self._running[self._running.index(progress)] = None
-
-    def _join(self) -> None:
-        """Give free slots to waiting requests, in the order they came."""
-        if not self._waiting or None not in self._running:
+    @torch.no_grad()
+    def _follow(self, ranks: RunningRanks) -> None:
+        """Do what the next plan of rank 0 says."""
+        plan = ranks.next_plan()
+        if plan is None:
+            self._end_batch()
             return
-        self._steps.prepare_join()
-        while self._waiting and None in self._running:
-            progress = self._waiting[0]
-            self._running[self._running.index(None)] = progress
-            progress.state = "prefill"
-            self._waiting.popleft()
+        running = {progress.number: progress for progress in self._served()}
+        for number in plan["cancelled"]:
+            if number in running:
+                self._end(running[number], "cancelled")
+        joining = [*map(progress_of, plan["joins"])]
+        if ranks.may_run(plan, lambda: self._steps.prepare(bool(joining))):
+            for progress in joining:
+                progress.request = Request(self, progress)
+            self._waiting.extend(joining)
+            self._join(joining)
+            self._run_step()
+
+    def __enter__(self) -> RunningBatch:
+        """Return the batch, which the end of the block closes."""
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        """Close the batch."""
+        self.close()
+
+    def close(self) -> None:
+        """Cancel all requests, and end the batch on all ranks. Does nothing if it has ended.
+
+        Other ranks return from `serve`; if one of them closes the batch, rank 0 raises E703 at its next step. In the
+        middle of a step, as in a callback or a second thread, the batch ends after the step.
+        """
+        self.check_process()
+        with self._lock:
+            if self._stepping is None:
+                self._end_batch()
+            else:
+                self._to_close = True
+
+    def _end_batch(self) -> None:
+        for progress in (*self._waiting, *self._served()):
+            self._cancel(progress)
+        self._uncalled.clear()
+        self._closed, self._to_close = True, False
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _check_takes(self) -> None:
+        """Raise E208 on a rank that follows, and in a batch that was closed; raise the error that ended the batch."""
+        if self._ranks is not None:
+            self._ranks.check_takes()
+        check(not self._closed, "E208", got="a RunningBatch that was closed", fix="make another RunningBatch")

@@ -133,6 +133,19 @@ class RunningModel:
         runners = self._prefill.runner, self._decode.runner if self.drafts is None else self.drafts.runner
         return [runner for runner in runners if runner is not None]
 
+    @property
+    def reads_each_step(self) -> bool:
+        """Whether each step reads weights that have changed, and not only those in which requests join."""
+        return self._adopts
+
+    def prepare(self, joins: bool) -> None:
+        """Check the model, and read weights that have changed, before a step in which requests join or none do."""
+        self.check()
+        if joins:
+            self.prepare_join()
+        if self._adopts:
+            self._adopt()
+
     def check(self) -> None:
         """Raise E208 unless the model is still the converted one, and is called as it can run."""
         model = self.model
@@ -173,11 +186,6 @@ class RunningModel:
         self._adopt()
         if self.graphs != "off":
             self._check_captured_weights()
-
-    def prepare_step(self) -> None:
-        """Read weights where each step's graphs take them anew."""
-        if self._adopts:
-            self._adopt()
 
     def _adopt(self) -> None:
         """Read weights that have changed, unless a block of `hf.unchanged` says that none has."""
