@@ -61,6 +61,16 @@ def main() -> None:
     print(
         f"rank {rank}: {tokens[0, -6:].tolist()}, as the whole model; sampled: {sampled[0, -6:].tolist()}", flush=True
     )
+    # Requests that join and leave one batch: rank 0 takes them, the other ranks follow it until it closes the batch.
+    with dsv4_compile.hf.RunningBatch(model, slots=2, prefill_chunk=32) as batch:
+        if rank == 0:
+            prompts = [row[-int(length) :] for row, length in zip(ids, lengths, strict=True)]
+            requests = [batch.submit(prompt, max_new_tokens=NEW_TOKENS) for prompt in prompts]
+            batch.run()
+            assert [request.tokens for request in requests] == tokens[:, -NEW_TOKENS:].tolist()
+            print("a RunningBatch gives the same tokens", flush=True)
+        else:
+            batch.serve()
     torch.distributed.destroy_process_group()
 
 
