@@ -29,7 +29,7 @@ PREFIX = "invariant_"
 
 
 def choose(call: Call, demand: str | None, launchable: Decision, unproven: str) -> Decision:
-    """Return the implementation of `call` whose rows do not depend on each other. Raises E303 if there is none.
+    """Return an implementation of `call` with a claim. Raises E303 if there is none.
 
     Args:
         demand: the implementation that `dsv4.impl.<op>` demands, or None.

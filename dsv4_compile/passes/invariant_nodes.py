@@ -42,7 +42,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def make_invariant(graph: Graph, level: str) -> None:
-    """Replace what sums in an order of its own in `graph`, and raise E303 for what would not be invariant."""
+    """Replace GEMMs, sums and all-reduces of `graph`, and raise E303 for nodes that depend on other rows."""
     for node in list(graph.nodes):
         replace = _REPLACED.get(node.target) if node.op == "call_function" else None
         if replace is not None and _is_float(node):

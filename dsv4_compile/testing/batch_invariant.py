@@ -53,7 +53,7 @@ def check_batch_invariant(
         level: "step" or "tokens", a value of `dsv4.batch_invariant`, for ops.
         options: further arguments of `check_model` or `check_running`.
 
-    Raises E303 for an op whose implementation claims nothing, E201 for another target.
+    Raises E303 for an op without a claim, E201 for other targets.
     """
     check(level in (STEP, TOKENS), "E201", got=f"level={level!r}", rule=f"level is {STEP!r} or {TOKENS!r}")
     generator = torch.Generator().manual_seed(seed)

@@ -37,7 +37,7 @@ def check_model(
     generator: torch.Generator,
     prompts: Sequence[Sequence[int]] | None = None,
 ) -> int:
-    """Compare the logits of all tokens of random batches with those of the same requests in a call of their own.
+    """Compare the logits of all tokens of random batches with those of the same requests alone.
 
     A batch has random requests in random rows, and gets their tokens in random chunks, padded on the left, the last of
     them one by one. Returns the number of tokens that were compared.
@@ -110,7 +110,7 @@ def recorded() -> Iterator[Calls]:
 
 
 def _first_op(model: Any, requests: list[Tensor], members: list[int], device: torch.device) -> str:
-    """Return the first op whose rows differ, of all requests of a batch in one call each and together."""
+    """Return the first op with different rows, of all requests of a batch in one call each and together."""
     width = max(len(requests[i]) for i in members)
     ids, mask = (torch.zeros(len(members), width, dtype=torch.int64) for _ in range(2))
     for row, i in enumerate(members):

@@ -11,7 +11,7 @@ from torch import Tensor
 from .generate import poison_
 
 SIZES = (3, 65, 17, 1, 130, 2, 33, 16, 64, 7)
-"""Rows of random calls: at and around the sizes at which implementations change."""
+"""Rows of random calls: at and around the limits of implementations."""
 Args = Sequence[Any]
 
 
@@ -26,7 +26,7 @@ def check_rows(
     generator: torch.Generator,
     label: str,
 ) -> None:
-    """Raise AssertionError for the first row of `run(*args)` whose bits depend on other rows.
+    """Raise AssertionError for the first row of `run(*args)` with bits that depend on other rows.
 
     Args:
         run: returns a tensor, or tensors, with a row for each row of the arguments.

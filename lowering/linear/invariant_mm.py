@@ -1,4 +1,4 @@
-"""`dsv4_invariant::mm`, a GEMM of a graph whose rows have the same bits in calls of any size."""
+"""`dsv4_invariant::mm`, a GEMM of a graph: a row has the same bits in calls of any size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...selection.proven import is_proven, why_unproven
 from ..calls_on_cpu import Function, call_on_cpu
 
 _KERNEL = "grouped_linear"
-"""Op whose kernels multiply on a GPU."""
+"""Op with the kernels for GPUs."""
 
 
 def mm(x: Tensor, weight: Tensor, level: str) -> Tensor:

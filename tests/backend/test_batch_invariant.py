@@ -16,7 +16,7 @@ from dsv4_compile.testing.samples import op_samples
 
 MODE = {"dsv4.batch_invariant": "tokens"}
 CALLS = {"fallback_by_default": True}
-"""Options with which Inductor calls PyTorch, where the generated code is not the question."""
+"""Inductor calls PyTorch, where the generated code is not the question."""
 
 
 def compiled(function: object, dynamic: bool | None = None, **options: object) -> object:

@@ -59,7 +59,7 @@ def split_by_batch(x: Tensor) -> Tensor:
 
 
 def tile_by_tokens(x: Tensor) -> Tensor:
-    """Sum a row in another order where it is in the last, incomplete tile of four rows."""
+    """Sum a row from its end where it is in the last, incomplete tile of four rows."""
     whole = x.shape[0] // 4 * 4
     return torch.cat([in_order(x[:whole]), in_order(x[whole:].flip(1))])
 

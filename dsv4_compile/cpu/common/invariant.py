@@ -34,7 +34,7 @@ def before_sums_by_torch() -> None:
 
 @contextmanager
 def required() -> Iterator[None]:
-    """Let calls in this block sum each row in an order of its own, or raise `SumsByTorch`."""
+    """Let calls in this block sum each row in a fixed order, or raise `SumsByTorch`."""
     token = _required.set(True)
     try:
         yield
@@ -55,7 +55,7 @@ def alone(form: Callable[..., Any], args: tuple[Any, ...], places: Collection[in
     """Call `form` for each of `count` rows of the arguments at `places`, and return the rows of all results."""
 
     def row(number: int) -> list[Any]:
-        # A copy has the alignment of every other row, by which libraries may choose their instructions.
+        # A copy has the alignment of every other row, since libraries choose instructions by alignment.
         taken = [i in places and isinstance(arg, Tensor) for i, arg in enumerate(args)]
         return [arg[number : number + 1].clone() if t else arg for arg, t in zip(args, taken, strict=True)]
 
