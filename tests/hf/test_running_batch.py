@@ -325,7 +325,7 @@ class TestRequests:
         waiting = batch.submit(prompt(30), max_new_tokens=4)
         batch.step()
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="device"):
-            patch.setattr(batch, "_run_decode", lambda decoding: (_ for _ in ()).throw(RuntimeError("device")))
+            patch.setattr(batch._steps, "decode", lambda *args: (_ for _ in ()).throw(RuntimeError("device")))
             batch.step()
         assert [request.state for request in running] == ["failed", "failed"] and waiting.state == "waiting"
         batch.run()
