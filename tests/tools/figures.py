@@ -281,14 +281,14 @@ def soak(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, rows["soak"]
 
 
-_OURS, _RANKS = "dsv4_compile", "torchrun --nproc-per-node 2"
+_OURS, _RANKS, _DRAFTS = "dsv4_compile", "torchrun --nproc-per-node 2", ("drafts_h200", "drafts_h100")
 _SPLIT = f"{_RANKS} examples/benchmarks/tensor_parallel.py --layers 43 --experts rows"
 _SPLIT += " --collectives symmetric --prompt 64"
 _SPLIT_H200 = f"{_SPLIT} --batches 1,8,32,128 --contexts 2048 --steps 1000 --generate 66"
 _SPLIT_H100 = f"{_SPLIT} --batches 1,8,32 --contexts 2048,4096,8192,16384"
 _ONE_RANK = "python examples/benchmarks/one_rank.py"
 _WHOLE_MODEL = "python examples/benchmarks/whole_model.py"
-_FORMS = "captured,unchanged"
+_UNCHANGED = f"{_WHOLE_MODEL} --layers 43 --batches 1 --experts 8 --forms captured,unchanged"
 _VLLM = "python tests/gpu/vllm/run.py --what"
 _GRAPH: Mapping[str, str | int] = {"impl": "graph", "end": "together"}
 _STACK: Mapping[str, str | int] = {"layer": "stack", "end": "together"}
@@ -296,13 +296,12 @@ _BENCH_KERNELS = tuple(dict.fromkeys(kernel.record for kernel in KERNELS))
 FIGURES: Mapping[str, Figures] = {
     "headline": Figures(model.headline, ("whole_model",), _WHOLE_MODEL),
     "whole": Figures(model.whole, ("tensor_parallel_h200",), _SPLIT),
-    "drafts": Figures(model.drafts, ("drafts_h200", "drafts_h100"), f"{_RANKS} examples/benchmarks/drafts.py"),
+    "whole_headline": Figures(model.whole_headline, _DRAFTS[:1], f"{_RANKS} examples/benchmarks/drafts.py"),
+    "drafts": Figures(model.drafts, _DRAFTS, f"{_RANKS} examples/benchmarks/drafts.py"),
     "contexts": Figures(model.contexts, ("tensor_parallel",), _SPLIT_H100),
     "whole_h200": Figures(model.steps, ("tensor_parallel_h200",), _SPLIT_H200),
-    "four_layers": Figures(model.four_layers, ("whole_model",), "python examples/benchmarks/whole_model.py"),
-    "unchanged": Figures(
-        model.unchanged, ("whole_model_43",), f"{_WHOLE_MODEL} --layers 43 --batches 1 --experts 8 --forms {_FORMS}"
-    ),
+    "four_layers": Figures(model.four_layers, ("whole_model",), _WHOLE_MODEL),
+    "unchanged": Figures(model.unchanged, ("whole_model_43",), _UNCHANGED),
     "all_reduce": Figures(
         model.all_reduce, ("all_reduce_boundary",), f"{_RANKS} examples/benchmarks/all_reduce_boundary.py"
     ),

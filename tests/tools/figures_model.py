@@ -66,6 +66,17 @@ def drafts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, shown
 
 
+def whole_headline(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the README's table: all layers on two GPUs, without and with drafts."""
+    shown = rows["drafts_h200"]
+    lines = [["43 layers of V4-Flash, official formats, two GPUs", "one token a step", "drafts, 3.5 tokens a step"]]
+    for row in shown:
+        plain, step = row["plain_ms"] / row["batch"], row["step_ms"] / row["batch"] / 3.5
+        name = "one sequence" if row["batch"] == 1 else f"{row['batch']} sequences"
+        lines.append([f"decode, {name}, ms a token", f"{plain:.1f}", f"{step:.1f}"])
+    return lines, shown
+
+
 def all_reduce(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of all-reduces with the boundary after them, us."""
     shown, forms = rows["all_reduce_boundary"], ("boundary", "fused", "symmetric", "nccl")
