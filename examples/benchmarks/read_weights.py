@@ -1,4 +1,4 @@
-"""Time loading of weights next to disk reads and copies: python examples/benchmarks/read_weights.py
+"""Time loading of weights next to disk reads and copies: python examples/benchmarks/read_weights.py --out results
 
 Writes a checkpoint folder in the official formats, random bytes in V4-Flash's sizes, to a temporary folder, and reads
 it, in GB/s: plain reads into one buffer, copies of a pinned buffer to the device, safetensors' own loader, and all of
@@ -28,6 +28,7 @@ from transformers import DeepseekV4ForCausalLM
 
 from dsv4_compile import hf
 from dsv4_compile._compat import kept_in_float32
+from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.hf.loading import fill
 from dsv4_compile.hf.loading.checkpoint import official_name
 from dsv4_compile.hf.loading.placement import QUANTISED, targets
@@ -45,7 +46,10 @@ QUANTISATION = {
 }
 
 
-def main() -> None:
+_reading_threads = fill.reading_threads
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":", 1)[0])
     parser.add_argument("--layers", type=int, default=12, help="a layer has about 0.32 GB (%(default)s)")
     parser.add_argument("--threads", default="1,4,8,16", help="threads of hf.load (%(default)s)")
@@ -53,13 +57,17 @@ def main() -> None:
     parser.add_argument("--sizes", default="{}", help="JSON of other sizes in the configuration")
     parser.add_argument("--folder", help="where the temporary folder goes: the disk to measure")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args()
+    parser.add_argument("--out", help="folder for read_weights.json")
+    args = parser.parse_args(argv)
+    said = f"python examples/benchmarks/read_weights.py --layers {args.layers} --threads {args.threads}"
+    record = {"scenario": "read_weights", **environment(torch.device(args.device)), "command": said, "rows": []}
     quiet_libraries()
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary)
         files = write(folder, args.layers, json.loads(args.sizes))
         size = sum(file.stat().st_size for file in files)
         sys.stdout.write(f"{size / 1e9:.2f} GB in {len(files)} files, {os.cpu_count()} CPUs, {args.device}\n")
+        record |= {"gigabytes": round(size / 1e9, 2), "files": len(files), "cpus": os.cpu_count()}
         buffer = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=args.device != "cpu")
         target = torch.empty_like(buffer, device=args.device)
 
@@ -88,6 +96,10 @@ def main() -> None:
             rates = [size / best(run, files, cold, args.repeats) / 1e9 for cold in (False, True)]
             sys.stdout.write(f"{name:20} cached {rates[0]:6.2f}   cold {rates[1]:6.2f} GB/s\n")
             sys.stdout.flush()
+            row = {"what": name, "cached_gb_s": round(rates[0], 3), "cold_gb_s": round(rates[1], 3)}
+            record["rows"].append({**row, "date": record["date"], "commit": record["commit"]})
+            if args.out:
+                write_json(record, args.out)
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         loads(folder, args.device, None)()  # the log says where its seconds go
 
@@ -96,8 +108,7 @@ def loads(folder: Path, device: str, threads: int | None) -> Callable[[], None]:
     """Return a function that loads the folder with so many threads, and frees the model."""
 
     def run() -> None:
-        if threads is not None:
-            fill.reading_threads = lambda: threads
+        fill.reading_threads = _reading_threads if threads is None else lambda: threads
         hf.load(folder, max_batch_size=1, max_seq_len=256, device=device)
 
     return run

@@ -1,4 +1,4 @@
-"""New prompt lengths after warm-up wait for nothing: python tests/gpu/new_lengths.py [--layers 4] [--trust]
+"""New prompt lengths after warm-up wait for nothing: python tests/gpu/new_lengths.py --out results [--trust]
 
 A V4-Flash of few layers with random weights is compiled and warmed up in a process with empty caches, with
 `dsv4.strict="after_warmup"`. Then come random prompts of 1 to 4,096 tokens in batches of 1 to 8, each of another
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 from dsv4_compile import hf, progress
 from dsv4_compile.backend import dsv4
 from dsv4_compile.bench.nodes import nodes
+from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.debug import compile_log
 from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
 from dsv4_compile.runtime.bucket_sizes import chunk_tokens, token_buckets
@@ -90,6 +91,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     with progress.listen(progress.lines(sys.stderr)), compile_log() as early:
         done = hf.warm_up(model)
     row: dict[str, Any] = {"start_s": round(time.perf_counter() - begin, 1), "warm_up": str(done)}
+    row |= {"seconds": done.seconds, "captures": done.captures, "capture_bytes": done.capture_bytes}
     row["built_one_by_one"] = [entry.what for entry in early if entry.kind == "kernel" and "beside" not in entry.cause]
     caller, rng = Caller(model, device), random.Random(args.seed)
     lengths = rng.sample(range(1, MOST + 1), args.calls)
@@ -116,12 +118,33 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return row
 
 
+def record(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of a process as a record: of all random sizes, and of the first token of each new length."""
+    said = f"python tests/gpu/new_lengths.py --layers {args.layers} --experts {args.experts} --calls {args.calls}"
+    contents = {"scenario": "new_lengths", **environment(torch.device(args.device)), "command": said}
+    stamp = {"date": contents["date"], "commit": contents["commit"]}
+    names = ("start_s", "seconds", "captures", "capture_bytes", "late", "built_one_by_one", "calls")
+    kept = {name: row[name] for name in names}
+    sizes = {"measured": "random sizes", "sizes": len(row["calls"]), "slowest": round(_slowness(_slowest(row)), 2)}
+    rows = [{**stamp, **sizes, **kept}]
+    rows += [{**stamp, "measured": "first token", "tokens": int(n), **new} for n, new in row["new"].items()]
+    return {**contents, "rows": rows}
+
+
+def _slowness(call: dict[str, Any]) -> float:
+    return float(call["ms"] / call["median_ms"])
+
+
+def _slowest(row: dict[str, Any]) -> Any:
+    return max(row["calls"], key=_slowness)
+
+
 def report(row: dict[str, Any], say: Callable[[str], Any]) -> int:
     """Print the figures and return 1 if a call waited."""
     say(f"start {row['start_s']} s, {row.get('reserved_gib', 0)} GiB reserved")
     say(row["warm_up"])
     say(f"{len(row['built_one_by_one'])} kernels built one by one in warm-up: {', '.join(row['built_one_by_one'])}")
-    slow = max(row["calls"], key=lambda call: call["ms"] / call["median_ms"])
+    slow = _slowest(row)
     say(f"{len(row['calls'])} new sizes: {len(row['late'])} builds, compilations and captures")
     for line in row["late"]:
         say(f"  late: {line}")
@@ -138,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--experts", type=int, default=64, help="%(default)s")
     parser.add_argument("--calls", type=int, default=CALLS, help="%(default)s")
     parser.add_argument("--seed", type=int, default=0, help="%(default)s")
+    parser.add_argument("--out", metavar="FOLDER", help="write new_lengths.json there")
     parser.add_argument("--trust", action="store_true", help="count every implementation as proven on this GPU")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
@@ -154,7 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=False)
     if done.returncode:
         return done.returncode
-    return report(json.loads(done.stdout.splitlines()[-1]), lambda line: print(line, flush=True))
+    row = json.loads(done.stdout.splitlines()[-1])
+    if args.out:
+        write_json(record(row, args), args.out)
+    return report(row, lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

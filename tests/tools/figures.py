@@ -19,6 +19,7 @@ from dsv4_compile.bench.record import Record
 from dsv4_compile.errors import check
 from tests.tools import figures_model as model
 from tests.tools import figures_mutations as changes
+from tests.tools import figures_starts as starts
 from tests.tools import figures_vllm as vllm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +50,7 @@ RECORDS: Mapping[str, str] = {
     "vllm_h200": "vllm_h200.json",
     "whole_model": "whole_model_h100.json",
     "whole_model_43": "whole_model_43_h100.json",
+    **starts.measured(RESULTS),
 }
 """The current record of each scenario and script that a page shows."""
 AROUND = ("experts", "router", "mhc")
@@ -324,6 +326,7 @@ FIGURES: Mapping[str, Figures] = {
     "vllm_replays": Figures(vllm.replays, ("vllm",), f"{_VLLM} replay --plugin 1,all"),
     "vllm_served": Figures(vllm.served, ("vllm_h200",), f"{_VLLM} preempted,ranks --plugin all"),
     "vllm_times": Figures(vllm.times, ("vllm",), f"{_VLLM} times --plugin 1,all"),
+    **{name: Figures(*parts) for name, parts in starts.tables(RECORDS).items()},
 }
 """The blocks that a page may have."""
 

@@ -1,0 +1,74 @@
+"""Render the tables of starts, new prompt lengths and loading from their records, once these are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsv4_compile.hf.start import MEANINGS
+
+Row = Mapping[str, Any]
+Render = Callable[[Mapping[str, list[Row]]], tuple[list[list[str]], list[Row]]]
+
+
+def starts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of starts: seconds by kind of work, until the first token."""
+    shown = rows["starts"]
+    lines = [["layers", "start", *(f"{kind}, s" for kind in MEANINGS), "total, s", "without reading, s"]]
+    for row in shown:
+        seconds = [f"{row['seconds'][kind]:.1f}" for kind in MEANINGS]
+        beyond = row["total"] - row["seconds"]["read"]
+        lines.append([str(row["layers"]), row["start"], *seconds, f"{row['total']:.1f}", f"{beyond:.1f}"])
+    return lines, shown
+
+
+def new_lengths(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of first tokens of prompt lengths that were never seen."""
+    shown = [row for row in rows["new_lengths"] if row["measured"] == "first token"]
+    lines = [["tokens", "first token, ms", "kernels, ms", "kernels"]]
+    for row in shown:
+        kernels = [f"{row['kernels_ms']:.1f}", str(row["kernels"])] if "kernels" in row else ["-", "-"]
+        lines.append([f"{row['tokens']:,}", f"{row['first_token_ms']:.1f}", *kernels])
+    return lines, shown
+
+
+def late_work(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of random sizes after warm-up: late work, and the slowest call."""
+    shown = [row for row in rows["new_lengths"] if row["measured"] == "random sizes"]
+    lines = [["sizes", "start, s", "captures", "held by captures, GiB", "builds, compilations, captures after it"]]
+    lines[0].append("slowest call, times the median of its bucket")
+    for row in shown:
+        held = f"{row['capture_bytes'] / 2**30:.1f}"
+        cells = [str(row["sizes"]), f"{row['start_s']:.0f}", str(row["captures"]), held, str(len(row["late"]))]
+        lines.append([*cells, f"{row['slowest']:.1f}"])
+    return lines, shown
+
+
+def read_weights(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of loading: GB/s, from the system's cache and from the disk."""
+    shown = rows["read_weights"]
+    lines = [["what", "cached, GB/s", "cold, GB/s"]]
+    lines += [[row["what"], f"{row['cached_gb_s']:.2f}", f"{row['cold_gb_s']:.2f}"] for row in shown]
+    return lines, shown
+
+
+_TABLES: Mapping[str, tuple[Render, str, str]] = {
+    "starts": (starts, "starts", "python examples/benchmarks/starts.py --out examples/results"),
+    "new_lengths": (new_lengths, "new_lengths", "python tests/gpu/new_lengths.py --out examples/results"),
+    "late_work": (late_work, "new_lengths", "python tests/gpu/new_lengths.py --out examples/results"),
+    "read_weights": (read_weights, "read_weights", "python examples/benchmarks/read_weights.py --out examples/results"),
+}
+"""By the name of a block: its renderer, its record, and the command that measures it."""
+
+
+def measured(results: Path) -> dict[str, str]:
+    """Return the files of records that exist in the folder `results`, by the record's name."""
+    return {record: f"{record}.json" for _, record, _ in _TABLES.values() if (results / f"{record}.json").exists()}
+
+
+def tables(records: Mapping[str, str]) -> dict[str, tuple[Render, Sequence[str], str]]:
+    """Return renderer, records and command of each block whose record is one of `records`."""
+    return {
+        name: (render, (record,), command) for name, (render, record, command) in _TABLES.items() if record in records
+    }
