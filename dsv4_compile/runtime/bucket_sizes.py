@@ -1,6 +1,7 @@
 """Sizes that steps are padded to, so that few graphs serve all: pure functions of the capacity.
 
 print(token_buckets(8192))  # (64, 144, 240, 368, 528, 720, ...)
+print({most: chunk_cost(32768, most) for most in (2048, 8192, 32768)})  # {2048: 2.4, 8192: 1.3, 32768: 1.0}
 """
 
 from __future__ import annotations
@@ -10,9 +11,18 @@ import functools
 from ..sizes import check_size
 
 MOST_TOKENS = 8192
-"""Most tokens of a captured prompt, or of a chunk of a longer one: above it a graph saves no time."""
+"""Most tokens of a captured prompt, or of a chunk of a longer one.
+
+Every chunk reads all experts: by `chunk_cost`, four chunks of 2,048 tokens cost 1.9 times as much as 8,192 at once.
+Twice as many tokens would save at most a seventh, and take twice the memory of activations, which captures hold.
+"""
 RIDGE = 256
 """Tokens at which arithmetic takes as long as reading the weights: an H100 does 295 bfloat16 operations a byte."""
+EXPERTS_RIDGE = 3300
+"""Tokens for which that holds for V4-Flash's routed experts: a token uses 6 of 256, which are read in MXFP4.
+
+A layer's 6.4e9 weights take 1.0 ms at 0.53 bytes each, and 6 experts 0.31 us a token, at an H100's peak rates.
+"""
 _MULTIPLE = 16
 """Tokens of a bucket are a multiple, so that Triton compiles one variant of a kernel for all of them."""
 _EXACT_REQUESTS = 8
@@ -46,3 +56,21 @@ def request_buckets(most: int) -> tuple[int, ...]:
 def chunk_tokens(max_batch_size: int, max_step_tokens: int) -> int:
     """Return the most tokens of one step of prompts in a cache of that capacity."""
     return min(max(MOST_TOKENS, max_batch_size), max_batch_size * max_step_tokens)
+
+
+def chunk_columns(rows: int, most: int, step_tokens: int) -> int:
+    """Return the most columns of one step of a prompt of `rows` rows: `most` tokens, and `step_tokens` of a row."""
+    return max(1, min(most // check_size("rows", rows), step_tokens))
+
+
+def prompt_steps(rows: int, columns: int, most: int, step_tokens: int | None = None) -> tuple[int, ...]:
+    """Return the buckets of the steps of a prompt `[rows, columns]`, see `chunk_columns`."""
+    width = chunk_columns(rows, most, step_tokens or most)
+    counts = [rows * min(width, columns - begin) for begin in range(0, check_size("columns", columns), width)]
+    return tuple(next(size for size in token_buckets(most) if size >= count) for count in counts)
+
+
+def chunk_cost(tokens: int, most: int) -> float:
+    """Return the floor of a prompt's time in chunks of `most` tokens, relative to one step of all its tokens."""
+    sizes = prompt_steps(1, tokens, most)
+    return (sum(sizes) + len(sizes) * EXPERTS_RIDGE) / (tokens + EXPERTS_RIDGE)

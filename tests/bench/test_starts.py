@@ -62,7 +62,7 @@ def test_starts_are_recorded_without_and_with_a_compiled_folder(script: Any, tmp
 
     names["main"].__globals__.update(measure_start=measure_start, build=lambda *_: 7.0)
     assert names["main"](["--tiny", "--layers", "1", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    assert [("compiled" in each, each["empty_caches"]) for each in asked] == [(False, True), (True, True)]
+    assert [("compiled" in asks, asks["empty_caches"]) for asks in asked] == [(False, True), (True, True)]
     assert asked[1]["compiled_required"] is True
     lines = check_record(tmp_path / "starts.json", "starts", "starts")
     assert [line[1] for line in lines[1:]] == ["empty caches", "compiled="]

@@ -33,7 +33,7 @@ from dsv4_compile.bench.nodes import nodes
 from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.debug import compile_log
 from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config
-from dsv4_compile.runtime.bucket_sizes import chunk_tokens, token_buckets
+from dsv4_compile.runtime.bucket_sizes import chunk_tokens, prompt_steps
 from dsv4_compile.selection import proven
 
 MAX_BATCH, MAX_SEQ_LEN, MOST = 8, 16384, 4096
@@ -46,14 +46,11 @@ SECONDS = 1500
 
 def steps_of(rows: int, columns: int) -> tuple[int, ...]:
     """Return the buckets of a prompt's steps."""
-    most = chunk_tokens(MAX_BATCH, MAX_SEQ_LEN)
-    width = most // rows
-    counts = [rows * min(width, columns - begin) for begin in range(0, columns, width)]
-    return tuple(next(size for size in token_buckets(most) if size >= count) for count in counts)
+    return prompt_steps(rows, columns, chunk_tokens(MAX_BATCH, MAX_SEQ_LEN))
 
 
 class Caller:
-    """Calls of a warmed-up model, whose tokens the host reads."""
+    """Calls of a warmed-up model until the host has read their tokens."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -124,9 +121,9 @@ def record(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     contents = {"scenario": "new_lengths", **environment(torch.device(args.device)), "command": said}
     stamp = {"date": contents["date"], "commit": contents["commit"]}
     names = ("start_s", "seconds", "captures", "capture_bytes", "late", "built_one_by_one", "calls")
-    kept = {name: row[name] for name in names}
+    figures = {name: row[name] for name in names}
     sizes = {"measured": "random sizes", "sizes": len(row["calls"]), "slowest": round(_slowness(_slowest(row)), 2)}
-    rows = [{**stamp, **sizes, **kept}]
+    rows = [{**stamp, **sizes, **figures}]
     rows += [{**stamp, "measured": "first token", "tokens": int(n), **new} for n, new in row["new"].items()]
     return {**contents, "rows": rows}
 

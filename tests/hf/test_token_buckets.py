@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import hf
-from dsv4_compile.hf.model.token_buckets import COMPILED_AS, CompiledAs
+from dsv4_compile.hf.model.token_buckets import COMPILED_AS, CompiledAs, bucketed_call
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.runtime import bucket_sizes
 from tests.hf.small import LAYERS, close, logits, random_ids
@@ -30,7 +30,7 @@ def exact() -> Any:
 
 @pytest.fixture(scope="module")
 def bucketed() -> Any:
-    """A model whose calls run in buckets, and eager."""
+    """A model with calls in buckets, and eager."""
     return in_buckets(converted(max_step_tokens=STEP))
 
 
@@ -180,3 +180,24 @@ def test_padding_costs_at_most_a_quarter(most: int) -> None:
         assert size == least or size <= 1.25 * least
         least = size + 1
     assert batches[-1] == most
+
+
+def test_the_steps_of_a_prompt_are_known_before_it_runs(bucketed: Any) -> None:
+    cache, most = hf.new_cache(bucketed), bucket_sizes.chunk_tokens(MAX_BATCH, STEP)
+    for rows, columns in ((1, 2), (1, 64), (1, 65), (2, 100), (3, 61), (MAX_BATCH, 90)):
+        steps = bucketed_call(bucketed, {"input_ids": random_ids(rows, columns)}, cache)._steps
+        assert tuple(step.tokens for step in steps) == bucket_sizes.prompt_steps(rows, columns, most, STEP)
+
+
+def test_chunks_of_the_default_size_cost_little_more_than_one_step() -> None:
+    """By floors: each chunk reads all experts again."""
+    cost, most = bucket_sizes.chunk_cost, bucket_sizes.MOST_TOKENS
+    assert most == bucket_sizes.chunk_tokens(8, 32768) == bucket_sizes.chunk_tokens(1, 8192)
+    assert cost(8192, most) == 1 and cost(8192, 2048) == pytest.approx(1.86, abs=0.01)
+    costs = [cost(32768, size) for size in (512, 2048, most, 2 * most, 32768)]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[2] < 1.3 and costs[2] / costs[3] < 1.2  # chunks of twice the size save a seventh
+    for tokens in (1, 300, most, most + 1, 5 * most):
+        steps = bucket_sizes.prompt_steps(1, tokens, most)
+        assert sum(steps[:-1]) < tokens <= sum(steps) and set(steps[:-1]) <= {most}
+    assert bucket_sizes.prompt_steps(3, 100, 64) == (64, 64, 64, 64, 64)  # 21 columns of 3 rows, then 16

@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def compiled(most_rows: int, **options: Any) -> Any:
-    """Return a layer whose captures may hold so many rows of inputs and outputs, two for each row of a call."""
+    """Return a layer with captures of at most so many rows: two for each row of a call, input and output."""
     options = {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin", **options}
     options["dsv4.cudagraph.max_bytes"] = most_rows * ROW
     return torch.compile(nn.ReLU(), backend="dsv4", fullgraph=True, dynamic=True, options=options)

@@ -195,17 +195,6 @@ def kernels(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, shown
 
 
-def compile_time(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
-    """Return lines and rows of the table of compile times: whole models, seconds."""
-    shown = rows["compile_time"]
-    lines = [["layers", "caches empty, s", "filled, s", "host memory, GiB"]]
-    for layers in dict.fromkeys(row["layers"] for row in shown):
-        cold, warm = (_find(shown, {"layers": layers}, cache=cache) for cache in ("cold", "warm"))
-        times = [f"{row['compile_s']:.0f}" if row else "" for row in (cold, warm)]
-        lines.append([str(layers), *times, f"{(cold or warm or {})['host_mib'] / 1024:.1f}"])
-    return lines, shown
-
-
 def cpu_models(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of the demo's models on a CPU: ms of eager transformers, and converted."""
     shown = [row for row in rows["cpu_models"] if row["measured"] != "compile"]
@@ -313,7 +302,7 @@ FIGURES: Mapping[str, Figures] = {
     "layers": Figures(layers, ("decode_step",), "dsv4 bench decode_step --only impl=graph"),
     "stack": Figures(stack, ("decode_step",), "dsv4 bench decode_step --only layer=stack"),
     "kernels": Figures(kernels, _BENCH_KERNELS, "dsv4 bench SCENARIO"),
-    "compile_time": Figures(compile_time, ("compile_time",), "python examples/benchmarks/compile_time.py"),
+    "compile_time": Figures(starts.compile_time, ("compile_time",), "python examples/benchmarks/compile_time.py"),
     "cpu_models": Figures(cpu_models, ("cpu_models",), "python examples/benchmarks/cpu_models.py"),
     "cpu_compile": Figures(cpu_compile, ("cpu_models",), "python examples/benchmarks/cpu_models.py"),
     "experts": Figures(experts, AROUND[:1], "python examples/benchmarks/around_attention.py"),

@@ -1,4 +1,4 @@
-"""Render the tables of starts, new prompt lengths and loading from their records, once these are measured."""
+"""Render the tables of compile times, starts, new prompt lengths and loading; some once their records are measured."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from dsv4_compile.hf.start import MEANINGS
 
 Row = Mapping[str, Any]
 Render = Callable[[Mapping[str, list[Row]]], tuple[list[list[str]], list[Row]]]
+
+
+def compile_time(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of compile times: whole models, seconds."""
+    shown = rows["compile_time"]
+    lines = [["layers", "caches empty, s", "filled, s", "host memory, GiB"]]
+    for layers in dict.fromkeys(row["layers"] for row in shown):
+        by_cache = {row["cache"]: row for row in shown if row["layers"] == layers}
+        times = [f"{by_cache[cache]['compile_s']:.0f}" if cache in by_cache else "" for cache in ("cold", "warm")]
+        lines.append([str(layers), *times, f"{next(iter(by_cache.values()))['host_mib'] / 1024:.1f}"])
+    return lines, shown
 
 
 def starts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
@@ -68,7 +79,7 @@ def measured(results: Path) -> dict[str, str]:
 
 
 def tables(records: Mapping[str, str]) -> dict[str, tuple[Render, Sequence[str], str]]:
-    """Return renderer, records and command of each block whose record is one of `records`."""
+    """Return renderer, records and command of each block that `records` are enough for."""
     return {
         name: (render, (record,), command) for name, (render, record, command) in _TABLES.items() if record in records
     }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..._compat import module_hooks
-from ...runtime.bucket_sizes import chunk_tokens, request_buckets, token_buckets
+from ...runtime.bucket_sizes import chunk_columns, chunk_tokens, request_buckets, token_buckets
 from ...runtime.compiled import in_bucket
 from ...runtime.early_builds import also_for
 from .cache import CACHE_NAME, PagedCache
@@ -180,7 +180,7 @@ def _prompt(
     keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else kept(mask, columns)
     most = chunk_tokens(paged.max_batch_size, paged.max_step_tokens)
     sizes, few = token_buckets(most), few_logits(paged.max_batch_size, most)
-    width = max(1, min(most // rows, paged.max_step_tokens))
+    width = chunk_columns(rows, most, paged.max_step_tokens)
     first = max(0, columns - logits_to_keep) if logits_to_keep else 0
     steps = []
     for begin in range(0, columns, width):
