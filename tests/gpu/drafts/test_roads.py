@@ -131,7 +131,8 @@ def test_generate_by_sampling(model: Any) -> None:
     assert got.shape == (1, 42) and model.draft_statistics is not None and len(set(got[0].tolist())) > 5
 
 
-def test_running_batch(model: Any) -> None:
+@pytest.mark.parametrize("backend", [None, "dsv4"])
+def test_running_batch(backend: str | None, model: Any) -> None:
     rng = random.Random(4)
     lengths = [1, 3, 20, 200, rng.randint(40, 60), 100, 7, 150]
     requests = [(prompt(n, i), {"max_new_tokens": rng.randint(9, 40)}) for i, n in enumerate(lengths)]
@@ -139,7 +140,7 @@ def test_running_batch(model: Any) -> None:
         requests[i][1].update(temperature=0.9, top_k=30, seed=i)
 
     def texts(**options: Any) -> tuple[Any, list[Any]]:
-        batch = hf.RunningBatch(model, slots=3, prefill_chunk=96, **options)
+        batch = hf.RunningBatch(model, slots=3, prefill_chunk=96, backend=backend, **options)
         submitted = [batch.submit(ids, **settings) for ids, settings in requests]
         batch.run()
         return batch, submitted
