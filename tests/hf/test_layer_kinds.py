@@ -140,9 +140,10 @@ def test_only_layers_of_one_kind_are_repeated() -> None:
     model = in_float32()
     with torch.no_grad():
         model(random_ids(1, 3))
-    firsts = [text.split()[:1] for text in model.model.dsv4_repeats]
+    layers = model.model.dsv4_repeats
     # Layer 0 is the only one that routes by hash.
-    assert firsts == [[], ["1"], ["2"], ["1"], ["2"], ["1"], []]
+    assert [layer and layer.first for layer in layers] == [None, 1, 2, 1, 2, 1, None]
+    assert all(layer is None or (layer.alone and layer.shared) for layer in layers)
 
 
 def mixed(module: Any, args: Any, out: Any) -> Any:

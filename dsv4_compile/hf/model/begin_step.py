@@ -12,7 +12,7 @@ from ...errors import check
 from ...metadata import AttentionMetadata
 from ...runtime.repeated_layers import marks_are_written_out
 from .cache import PagedCache
-from .layer_kinds import block_tables_of, later_layers
+from .layer_kinds import LayerTensors, block_tables_of, later_layers
 from .token_inputs import check_autocast
 
 
@@ -22,7 +22,7 @@ def begin_step(
     keep: Tensor | None,
     cache: PagedCache,
     token_rows: tuple[Tensor, Tensor] | None = None,
-) -> tuple[AttentionMetadata, Sequence[str], Sequence[Tensor]]:
+) -> tuple[AttentionMetadata, Sequence[LayerTensors | None], Sequence[Tensor]]:
     """Append columns to `cache`; return their metadata, and `repeats` and `shared` of `run_layers`.
 
     Args:

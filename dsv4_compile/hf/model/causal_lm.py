@@ -31,7 +31,7 @@ from .call_results import RECORDED
 from .draft_generate import OPTION, GeneratesWithDrafts
 from .draft_names import save_with_drafts
 from .generate_call import check_prompt, generating, is_undisturbed, take_own
-from .layer_kinds import SHARED, repeated_in, repeats_of, tensors_of_cache, without_rows
+from .layer_kinds import LayerTensors, repeated_in, repeats_of, tensors_of_cache, without_rows
 from .layers import CompilableHead
 from .model_snapshot import Snapshot
 from .redundant_guards import REPEATS, STATE, TENSORS, named
@@ -211,7 +211,7 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         input_ids: Tensor,
         metadata: AttentionMetadata,
         caches: Sequence[LayerCache],
-        repeats: Sequence[str] = (),
+        repeats: Sequence[LayerTensors | None] = (),
         shared: Sequence[Tensor] = (),
         taps: Taps | None = None,
         **kwargs: Any,
@@ -228,19 +228,19 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         tapped: dict[int, Tensor] = {}
         wanted = () if taps is None else taps.layers
         for i, layer in enumerate(self.layers):
-            words = repeats[i].split() if repeats else []
-            if words and int(words[0]) < i:
-                hidden_states = repeat_layer(hidden_states, i, int(words[0]))
+            names = repeats[i] if repeats else None
+            if names is not None and names.first < i:
+                hidden_states = repeat_layer(hidden_states, i, names.first)
                 if i in wanted:
                     tapped[i] = hidden_states
                 continue
-            if words:
-                layer_tensors = [self.dsv4_parameters[name] for name in words[1:] if not name.startswith(SHARED)]
-                others = [self.dsv4_parameters[name[1:]] for name in words[1:] if name.startswith(SHARED)]
+            if names is not None:
+                alone = [self.dsv4_parameters[name] for name in names.alone]
+                others = [self.dsv4_parameters[name] for name in names.shared]
                 read = [input_ids, *shared, *others]
-                hidden_states = begin_layer(hidden_states, layer_tensors, tensors_of_cache(caches[i]), read, i)
+                hidden_states = begin_layer(hidden_states, alone, tensors_of_cache(caches[i]), read, i)
             hidden_states = layer(hidden_states, input_ids=input_ids, metadata=metadata, caches=caches, **kwargs)
-            if words:
+            if names is not None:
                 hidden_states = end_layer(hidden_states, i)
             if i in wanted:
                 tapped[i] = hidden_states

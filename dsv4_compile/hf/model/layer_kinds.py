@@ -36,8 +36,19 @@ _OF_WINDOW = ("slot_mapping", "indices", "lens")
 _ROWS = (*_OF_WINDOW, "state_slot_mapping", "context_lens", "indexer_slot_mapping", "indexer_state_slot_mapping")
 _TABLES = ("block_table", "state_block_table", "indexer_block_table", "indexer_state_block_table")
 
-SHARED = "*"
-"""Begins the name of a tensor that a layer has in common with other parts of its model."""
+
+class LayerTensors(NamedTuple):
+    """Names of the tensors that graphs read of a layer, in an order that is the same in all layers of its kind.
+
+    Attributes:
+        first: the first layer of the kind.
+        alone: tensors that no other part of the model has.
+        shared: tensors that other parts have too; all layers of a kind have these.
+    """
+
+    first: int
+    alone: tuple[str, ...]
+    shared: tuple[str, ...]
 
 
 class Repeated(NamedTuple):
@@ -71,15 +82,12 @@ def _place(tensor: Tensor) -> tuple[str, int, int]:
     return (str(tensor.device), begin + start, end + start) if start else (str(storage_identity(tensor)), begin, end)
 
 
-def repeats_of(model: Any, named: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return for each layer of a decoder stack the first layer of its kind and the names of its tensors, in one text.
+def repeats_of(model: Any, named: Mapping[str, Tensor]) -> tuple[LayerTensors | None, ...]:
+    """Return what graphs read of each layer of a decoder stack, None for a layer that is the only one of its kind.
 
     Args:
         model: a `CompilableModel`.
         named: the tensors that graphs read, by their names there.
-
-    The text is empty for a layer that is the only one of its kind. Layers of one kind name their tensors in one order.
-    Names of tensors that other parts of the model have too begin with `SHARED`: all layers of a kind have those.
     """
     config, names = {id(model.config): "config"}, {id(tensor): name for name, tensor in named.items()}
     outside = [
@@ -91,26 +99,24 @@ def repeats_of(model: Any, named: Mapping[str, Tensor]) -> tuple[str, ...]:
     shared = [[i for i, tensor in enumerate(tensors) if holders[id(tensor)] > 1] for _, tensors in kinds]
     keys = [(kind, *((i, id(tensors[i])) for i in at)) for (kind, tensors), at in zip(kinds, shared, strict=True)]
     counts, first = Counter(keys), dict[Any, int]()
-    repeats = []
+    repeats: list[LayerTensors | None] = []
     for i, (layer, key, (kind, tensors)) in enumerate(zip(model.layers, keys, kinds, strict=True)):
         repeated = kind and counts[key] > 1 and layer.self_attn.layer_idx == i
-        marks = [(SHARED if at in shared[i] else "", id(tensor)) for at, tensor in enumerate(tensors)]
-        read = [f"{mark}{names[tensor]}" for mark, tensor in marks if tensor in names]
-        repeats.append(" ".join([str(first.setdefault(key, i)), *read]) if repeated else "")
+        read = [(at in shared[i], names[id(tensor)]) for at, tensor in enumerate(tensors) if id(tensor) in names]
+        alone, common = (tuple(name for is_shared, name in read if is_shared is which) for which in (False, True))
+        repeats.append(LayerTensors(first.setdefault(key, i), alone, common) if repeated else None)
     return tuple(repeats)
 
 
-def later_layers(repeats: Sequence[str]) -> dict[int, list[str]]:
-    """Return the layers that a trace repeats, by index, and the names of the tensors of each from `repeats_of`."""
-    words = {i: text.split() for i, text in enumerate(repeats) if text}
-    return {i: names for i, (first, *names) in words.items() if int(first) < i}
+def later_layers(repeats: Sequence[LayerTensors | None]) -> dict[int, LayerTensors]:
+    """Return the layers that a trace repeats, by index, from the result of `repeats_of`."""
+    return {i: layer for i, layer in enumerate(repeats) if layer is not None and layer.first < i}
 
 
-def repeated_in(repeats: Sequence[str], named: Mapping[str, Tensor]) -> Repeated:
+def repeated_in(repeats: Sequence[LayerTensors | None], named: Mapping[str, Tensor]) -> Repeated:
     """Return the layers that a trace repeats, from the result of `repeats_of` and the tensors by name."""
     later = later_layers(repeats)
-    weights = [named[name] for names in later.values() for name in names if not name.startswith(SHARED)]
-    return Repeated(tuple(later), weights)
+    return Repeated(tuple(later), [named[name] for layer in later.values() for name in layer.alone])
 
 
 def _kind(layer: Any, outside: dict[int, str]) -> tuple[str, list[Tensor]]:
