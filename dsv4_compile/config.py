@@ -182,9 +182,9 @@ def _as_dict(source: Any) -> Mapping[str, Any]:
 
 def _from_hf(cls: type[DeepseekV4Config], raw: Mapping[str, Any]) -> DeepseekV4Config:
     model_type = raw.get("model_type", "deepseek_v4")
-    check(
-        model_type == "deepseek_v4", "E205", got=f"model_type={shown(model_type)}", fix="only deepseek_v4 is supported"
-    )
+    v41 = model_type in ("deepseek_v41", "deepseek_v41_text")
+    fix = "load V4.1 by dsv4_compile.models.v41.load" if v41 else "only deepseek_v4 is supported"
+    check(model_type == "deepseek_v4", "E205", got=f"model_type={shown(model_type)}", fix=fix)
     check_fields(raw, ATTENTION)
     raw = without_nulls(raw)
     required = ("hidden_size", "num_hidden_layers", "num_attention_heads")

@@ -17,6 +17,8 @@ from ...cache import CacheFormat, PagedCaches
 from ...checkpoints.header import Stored
 from ...config import CSA, HCA, SWA, DeepseekV4Config
 from ...errors import DSV4Error
+from ...models.v41 import config as v41
+from ...models.v41.report import folder_rows
 from ...parallel.split import split_of
 from ..model.draft_settings import MOST_MTP, MTP
 from .checkpoint import Checkpoint, read_checkpoint
@@ -66,6 +68,9 @@ def rows(path: str | Path) -> list[Row]:
     report = [_folder(checkpoint)]
     problems, count = list(checkpoint.problems.kept), checkpoint.problems.count
     try:
+        if checkpoint.config.get("model_type") == v41.MODEL_TYPE:
+            described, faults, number = folder_rows(checkpoint)
+            return _ended(report + [Row(*row) for row in described], problems + faults, count + number)
         placement = place(checkpoint)
         problems += placement.problems.kept
         count += placement.problems.count
@@ -79,6 +84,11 @@ def rows(path: str | Path) -> list[Row]:
     except DSV4Error as fault:
         problems.insert(0, fault)
         count += 1
+    return _ended(report, problems, count)
+
+
+def _ended(report: list[Row], problems: list[DSV4Error], count: int) -> list[Row]:
+    """Return the report with its first problems, and the number of the others."""
     shown = [_problem(fault) for fault in problems[:MOST_PROBLEMS]]
     left = count - len(shown)
     return report + shown + ([Row("more", f"{left} problems like these", "fix")] if left else [])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .cache import V41Caches, V41Format
 from .config import V41Config
 from .generate import generate
@@ -9,4 +12,16 @@ from .model import V41Model
 from .prefill import prefill
 from .step import Tail
 
-__all__ = ["Tail", "V41Caches", "V41Config", "V41Format", "V41Model", "generate", "prefill"]
+if TYPE_CHECKING:
+    from .loading import load as load
+    from .save import save_folder as save_folder
+
+__all__ = ["Tail", "V41Caches", "V41Config", "V41Format", "V41Model", "generate", "load", "prefill", "save_folder"]
+_LAZY = {"load": "loading", "save_folder": "save"}
+"""Functions that need transformers' libraries, and their modules."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

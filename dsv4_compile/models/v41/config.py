@@ -237,6 +237,11 @@ class V41Config:
         return Rope(self.compress_rope_theta, self.rope_dim, self.yarn)
 
     @property
+    def n_routed_experts(self) -> int:
+        """`num_experts`, by the name that loading knows."""
+        return self.num_experts
+
+    @property
     def last_source(self) -> int:
         """Layer that needs the input of every token of a prompt; later ones run on its tail."""
         return self.kv_sources[-1] if self.kv_sources else self.num_layers

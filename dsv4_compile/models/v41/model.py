@@ -205,8 +205,8 @@ class V41Model(nn.Module):
 
     def engram_rows(self, ids: Tensor, step: Step, caches: V41Caches) -> dict[int, Tensor]:
         """Return the rows of each engram's table, which depend on token ids alone."""
-        compressed, rows = self.token_map[ids], dict[int, Tensor]()
-        for layer in self.config.engram_layers:
-            engram = self._stack()[layer].engram
-            rows[layer] = engram.rows(compressed, step.positions, step.requests, caches.histories[layer])
-        return rows
+        compressed, stack = self.token_map[ids], self._stack()
+        return {
+            layer: stack[layer].engram.rows(compressed, step.positions, step.requests, caches.histories[layer])
+            for layer in self.config.engram_layers
+        }

@@ -1,0 +1,194 @@
+"""Loading of an official DeepSeek-V4.1 folder: text model alone, weights as they are stored or dequantised."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.header import DTYPES, Source
+from ...checkpoints.paths import open_inside, read_exactly
+from ...checkpoints.reader import Index, Reader
+from ...errors import DSV4Error, check, error, needs
+from ...hf.loading.checkpoint import Checkpoint, Problems, read_checkpoint
+from ...hf.loading.fill import fill
+from ...hf.loading.placement import Piece, Placement
+from ...layout import MX_TILE
+from ...loading import check_scales
+from ...reference.common.block_scale import dequantize_weight
+from ...reference.common.quant import dequantize_mxfp4, dequantize_tiles
+from ...sizes import check_memory
+from .config import V41Config
+from .model import V41Model
+from .ngrams import compressed_ids
+from .placement import Found, V41Placement, place
+from .tensors import BF16, E2M1, E4M3, F32
+
+_log = logging.getLogger("dsv4_compile.models")
+_MOST_TOKENIZER = 64 << 20
+"""Bytes of the longest tokenizer.json."""
+TOKENIZER = "tokenizer.json"
+
+
+def load(
+    path: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    dequantize: bool = False,
+    quantize_input: bool = True,
+    token_map: Tensor | None = None,
+) -> V41Model:
+    """Load a folder as DeepSeek publishes V4.1, and return its text model.
+
+    The vision tower and draft layers are not built; they are left out, and the log says so.
+
+    Args:
+        path: folder with `config.json`, safetensors files and `tokenizer.json`.
+        device: where the model goes, engram tables included (None = the GPU if there is one, else the CPU).
+        dtype: of activations and floating weights: bfloat16, float16 or float32.
+        dequantize: make e4m3 and MXFP4 weights floating. Without it they stay as they are stored.
+        quantize_input: round inputs of quantised weights to mxfp8, as DeepSeek's own kernels do.
+        token_map: int32 `[vocab_size]`, compressed ids of tokens (None = from the folder's tokenizer).
+
+    Raises, before anything is allocated: E209 for a folder that is incomplete or damaged, E205 for another model, E207
+    for tensors that do not fit the configuration, E210 if the weights do not fit into the device's memory.
+    """
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    floats = (torch.bfloat16, torch.float16, torch.float32)
+    check(dtype in floats, "E201", got=f"{dtype=}", rule=f"dtype is one of {', '.join(map(str, floats))}")
+    checkpoint = read_checkpoint(path)
+    placement = _placed(checkpoint)
+    config = placement.config
+    with torch.device("meta"):
+        model = V41Model(config, dtype, quantised=not dequantize, quantize_input=quantize_input and not dequantize)
+    table = folder_token_map(checkpoint.folder, config) if token_map is None else token_map
+    good = table.dtype is torch.int32 and tuple(table.shape) == (config.vocab_size,)
+    check(good, "E201", got=f"token_map {table.dtype} {list(table.shape)}", rule=f"int32 [{config.vocab_size}]")
+    size = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    check_memory("weights, tables of the engram included", size, target)
+    _log_left_out(placement)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=target)
+                module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+    _fill(model, placement, checkpoint, target)
+    model.token_map.copy_(table)
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = buffer.to(target)
+    return model
+
+
+def _placed(checkpoint: Checkpoint) -> V41Placement:
+    """Return the places of a folder's tensors, or raise its first problem, with the number of others."""
+    try:
+        placement = place(checkpoint)
+    except DSV4Error as fault:
+        if fault.code == "E207":  # missing layers: files that are missing explain it
+            _raise_first(checkpoint, checkpoint.problems)
+        raise
+    _raise_first(checkpoint, checkpoint.problems, placement.problems)
+    return placement
+
+
+def _raise_first(checkpoint: Checkpoint, *groups: Problems) -> None:
+    kept = [problem for group in groups for problem in group.kept]
+    if not kept:
+        return
+    first, count = kept[0], sum(group.count for group in groups)
+    if count > 1:
+        more = f"{first.why or 'the headers say so'}; {count - 1} more: dsv4 doctor {checkpoint.folder}"
+        first = error(first.code, got=first.got, why=more, fix=first.fix)
+    raise first
+
+
+def _log_left_out(placement: V41Placement) -> None:
+    for what, left_out in (("vision tower", placement.vision), ("draft layers", placement.drafts)):
+        if left_out:
+            size = sum(stored.nbytes for stored in left_out) / 1e9
+            _log.warning("%s not built: %d tensors, %.2f GB, are not loaded", what, len(left_out), size)
+
+
+def folder_token_map(folder: Path, config: V41Config) -> Tensor:
+    """Return int32 `[vocab_size]` from the folder's tokenizer, E209 if it has none that can be read."""
+    with needs("hf", "the engram of DeepSeek-V4.1"):
+        from tokenizers import Tokenizer
+    file, fix = folder / TOKENIZER, "download tokenizer.json, or pass token_map"
+    try:
+        descriptor = open_inside(folder, file)
+        with open(descriptor, "rb", buffering=0) as opened:
+            text = read_exactly(opened.fileno(), _MOST_TOKENIZER)
+        tokenizer = Tokenizer.from_buffer(text)
+    except DSV4Error:
+        raise
+    except OSError as fault:
+        raise error("E209", got=f"{file} cannot be read", why=str(fault), fix=fix) from None
+    except Exception as fault:  # the library raises Exception itself
+        raise error("E209", got=f"{file} is not a tokenizer", why=str(fault), fix=fix) from None
+    return compressed_ids(
+        config,
+        lambda token: str(tokenizer.decode([token], skip_special_tokens=False)),
+        lambda token: str(tokenizer.id_to_token(token)),
+    )
+
+
+def _fill(model: V41Model, placement: V41Placement, checkpoint: Checkpoint, device: torch.device) -> None:
+    """Read stored tensors into their places: in threads where no value changes, else one after the other."""
+    parameters = dict(model.named_parameters())
+    direct: list[Piece] = []
+    changed: list[Found] = []
+    for each in placement.found:
+        expected = each.expected
+        expert: Index = () if expected.expert is None else (expected.expert,)
+        into = expert if expected.rows is None else (*expert, slice(*expected.rows))
+        quantised = expected.storage not in (BF16, F32)
+        if quantised and expected.parameter_scale not in parameters:
+            changed.append(each)
+            continue
+        direct.append(Piece(each.weight, expected.parameter, into))
+        if each.scale is not None:
+            scale_into = into
+            if expected.rows is not None and expected.storage == E4M3:
+                scale_into = (*expert, slice(*(row // MX_TILE for row in expected.rows)))
+            direct.append(Piece(each.scale, expected.parameter_scale, scale_into))
+    fill(Placement(model, pieces=direct), checkpoint.sources, device)
+    for name, parameter in parameters.items():
+        if parameter.dtype is torch.float8_e8m0fnu:
+            check_scales(parameter.view(torch.uint8), name)
+    with ExitStack() as files:
+        readers = {source.file: files.enter_context(Reader(source)) for source in _sources(changed, checkpoint)}
+        for each in changed:
+            _fill_dequantised(parameters[each.expected.parameter], each, readers, device)
+
+
+def _sources(changed: list[Found], checkpoint: Checkpoint) -> list[Source]:
+    """Return the files that hold weights and scales of `changed`, each once."""
+    stored = (tensor for each in changed for tensor in (each.weight, each.scale) if tensor is not None)
+    return [checkpoint.sources[file] for file in sorted({tensor.file for tensor in stored})]
+
+
+def _fill_dequantised(parameter: Tensor, each: Found, readers: dict[Path, Reader], device: torch.device) -> None:
+    expected, scale = each.expected, each.scale
+    assert scale is not None
+    values = readers[each.weight.file].read(each.weight).to(device)
+    bytes_ = readers[scale.file].read(scale).to(device)
+    check_scales(bytes_, str(scale))
+    target = parameter.detach() if expected.expert is None else parameter.detach()[expected.expert]
+    if expected.rows is not None:
+        target = target[slice(*expected.rows)]
+    target.copy_(dequantized(values, bytes_, expected.storage))
+
+
+def dequantized(values: Tensor, scale: Tensor, storage: str) -> Tensor:
+    """Return float32 `[N, K]` of a stored weight."""
+    byte = scale.view(torch.uint8)
+    if storage == E2M1:
+        return dequantize_mxfp4(values.view(torch.uint8), byte)
+    e4m3 = values.view(DTYPES["F8_E4M3"])
+    return dequantize_weight(e4m3, byte, MX_TILE) if storage == E4M3 else dequantize_tiles(e4m3, byte, MX_TILE)

@@ -1,0 +1,53 @@
+"""Report of an official DeepSeek-V4.1 folder for `dsv4 doctor PATH`. Only headers are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...errors import DSV4Error
+from ...hf.loading.checkpoint import Checkpoint
+from .cache import V41Caches
+from .placement import V41Placement, place, stored_kinds
+
+BATCH, TOKENS = 8, 8192
+"""Batch whose caches are counted."""
+_GIGA = 10**9
+
+
+def folder_rows(checkpoint: Checkpoint) -> tuple[list[tuple[str, str, str, str]], list[DSV4Error], int]:
+    """Return rows (name, value, level, note) about a folder, its problems, and the number of all of them."""
+    try:
+        placement = place(checkpoint)
+    except DSV4Error as fault:
+        return [], [fault], 1
+    rows = [_row("model", "DeepSeek-V4.1, text model", "loaded by dsv4_compile.models.v41.load")]
+    config = placement.config
+    ratios = [config.ratio(layer) for layer in range(config.num_layers)]
+    counts = ", ".join(f"{ratios.count(ratio)} {name}" for ratio, name in _KINDS.items() if ratio in ratios)
+    experts = f"{config.num_experts} experts, {config.experts_per_token} a token"
+    engrams = ", ".join(map(str, config.engram_layers))
+    rows.append(_row("layers", f"{config.num_layers} ({counts}); engrams at {engrams}; {experts}"))
+    rows += [_row(kind, _gigabytes(size)) for kind, size in stored_kinds(placement.found).items()]
+    rows += _left_out(placement)
+    caches = V41Caches(config, max_batch_size=BATCH, max_seq_len=TOKENS, max_step_tokens=512, device="meta").nbytes
+    memory = f"{_gigabytes(placement.nbytes)} of weights, {_gigabytes(caches)} of caches for {BATCH} x {TOKENS}"
+    rows.append(_row("memory", memory, "tables of the engram included, which lie on the device"))
+    return rows, list(placement.problems.kept), placement.problems.count
+
+
+_KINDS = {0: "window only", 2: "of ratio 2", 1: "of ratio 1"}
+
+
+def _left_out(placement: V41Placement) -> Iterable[tuple[str, str, str, str]]:
+    for name, tensors in (("vision tower", placement.vision), ("draft layers", placement.drafts)):
+        if tensors:
+            size = _gigabytes(sum(stored.nbytes for stored in tensors))
+            yield _row(name, f"{size} in {len(tensors)} tensors", "not built: not loaded")
+
+
+def _row(name: str, value: str, note: str = "", level: str = "ok") -> tuple[str, str, str, str]:
+    return name, value, level, note
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / _GIGA:.2f} GB"
