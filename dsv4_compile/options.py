@@ -147,6 +147,7 @@ ENVIRONMENT: Mapping[str, str] = {
 """Variables that the package reads, and their purpose. Libraries read others."""
 LOGGERS: Mapping[str, str] = {
     "dsv4_compile.hf": "loading and conversion: what runs without a proven kernel",
+    "dsv4_compile.models": "loading of DeepSeek-V4.1: what of a folder is left out",
     "dsv4_compile.runtime": "captures, early builds, repeated layers",
     "dsv4_compile.parallel": "ranks: the watchdog of symmetric memory",
     "dsv4_compile.cpu": "the C++ kernels: why they are not built",

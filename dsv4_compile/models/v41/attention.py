@@ -74,8 +74,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: V41Config, layer: int, options: WeightOptions) -> None:
         super().__init__()
-        self.config, self.layer, self.ratio = config, layer, config.ratio(layer)
-        self.sources = config.sources(layer)
+        # Facts of the configuration that a graph branches on are attributes of modules: constants in every graph.
+        self.layer, self.ratio, self.source = layer, config.ratio(layer), config.sources(layer).kv
+        self.is_source, self.is_index_source = layer in config.kv_sources, layer in config.index_sources
+        self.publishes_candidates = layer == config.candidate_source
+        self.selects_candidates = config.selects_candidates(layer)
+        self.blocks, self.block_size = config.candidate_blocks, config.candidate_block_size
+        self.topk, self.heads, self.dim, self.groups = (
+            *(config.index_topk, config.num_heads),
+            *(config.head_dim, config.o_groups),
+        )
         heads, dim, hidden, eps = config.num_heads, config.head_dim, config.hidden_size, config.rms_norm_eps
         self.wq_a = linear_of(config.q_lora_rank, hidden, options)
         self.q_norm = Norm(config.q_lora_rank, eps, options.dtype)
@@ -86,9 +94,9 @@ class Attention(nn.Module):
         # DeepSeek's own code dequantises it, too: its input is not rounded.
         self.wo_a = Linear(config.o_groups * config.o_lora_rank, heads * dim // config.o_groups, options.dtype)
         self.wo_b = linear_of(hidden, config.o_groups * config.o_lora_rank, options)
-        if layer in config.kv_sources:
+        if self.is_source:
             self.compressor = Compressor(config, self.ratio, options)
-        if layer in config.index_sources:
+        if self.is_index_source:
             self.indexer = Indexer(config, layer, options)
 
     def insert(self, x: Tensor, step: Step, caches: V41Caches) -> None:
@@ -96,7 +104,7 @@ class Attention(nn.Module):
         insert, formats, rope = torch.ops.dsv4.rope_quantize_insert, caches.format, caches.rope_tables[self.layer]
         kv, window = self.kv_norm(self.wkv(x)), (V41_WINDOW_BLOCK, formats.window, formats.grid("window"))
         insert(kv, caches.windows[self.layer], step.window_slot, step.positions, rope, *window)
-        if self.layer not in self.config.kv_sources:
+        if not self.is_source:
             return
         source: SourceCache = caches.sources[self.layer]
         latents = self.compressor(x, step, source.state)
@@ -112,44 +120,43 @@ class Attention(nn.Module):
         self, x: Tensor, step: Step, caches: V41Caches, selection: Selection | None
     ) -> tuple[Tensor, Selection | None]:
         """Return the output `[T, D]` for the tokens `x`, and the selection for the layers after this one."""
-        config, formats, rope = self.config, caches.format, caches.rope_tables[self.layer]
+        formats, rope = caches.format, caches.rope_tables[self.layer]
         latent = self.q_norm(self.wq_a(x))
-        q = self.wq_b(latent).unflatten(-1, (config.num_heads, config.head_dim))
+        q = self.wq_b(latent).unflatten(-1, (self.heads, self.dim))
         q = apply_rope(q, step.positions, rope).to(x.dtype)
-        if self.layer in config.index_sources:
+        if self.is_index_source:
             selection = self._select(x, latent, step, caches, selection)
         entries = slots = None
-        if self.sources.kv is not None and selection is not None:
-            entries, slots = caches.sources[self.sources.kv].entries, selection.slots
+        if self.source is not None and selection is not None:
+            entries, slots = caches.sources[self.source].entries, selection.slots
         out = torch.ops.dsv4.sparse_mla_mixed(
             *(q, caches.windows[self.layer], step.window_slots, entries, slots),
             *(formats.window, V41_WINDOW_BLOCK, formats.entries, V41_ENTRY_BLOCK),
-            *(config.head_dim**-0.5, self.attn_sink),
+            *(self.dim**-0.5, self.attn_sink),
         )
         out = apply_rope(out, step.positions, rope, inverse=True).to(x.dtype)
-        grouped = torch.ops.dsv4.grouped_linear(out.flatten(1), self.wo_a.weight, config.o_groups)
+        grouped = torch.ops.dsv4.grouped_linear(out.flatten(1), self.wo_a.weight, self.groups)
         return self.wo_b(grouped), selection
 
     def _select(
         self, x: Tensor, latent: Tensor, step: Step, caches: V41Caches, selection: Selection | None
     ) -> Selection:
         """Return the picks of this index source, from the keys of its own source of entries."""
-        config, formats, kv = self.config, caches.format, self.sources.kv
-        assert kv is not None
+        formats, indexer = caches.format, self.indexer
+        assert self.source is not None
         table = caches.entry_tables[self.ratio]
-        q = self.indexer.wq_b(latent).unflatten(-1, (config.index_n_heads, config.index_head_dim))
+        q = indexer.wq_b(latent).unflatten(-1, (indexer.heads, indexer.dim))
         arguments = (
-            *(q, self.indexer.weights_proj(x), step.positions, caches.rope_tables[self.layer]),
-            *(caches.sources[kv].keys, table, step.requests, step.visible(self.ratio), V41_ENTRY_BLOCK),
-            *(formats.keys, config.index_topk, formats.query_grid),
+            *(q, indexer.weights_proj(x), step.positions, caches.rope_tables[self.layer]),
+            *(caches.sources[self.source].keys, table, step.requests, step.visible(self.ratio), V41_ENTRY_BLOCK),
+            *(formats.keys, self.topk, formats.query_grid),
         )
-        size, candidates = config.candidate_block_size, None
-        if self.layer == config.candidate_source:
-            blocks = config.candidate_blocks
-            picks, candidates = torch.ops.dsv4.index_topk_blocks(*arguments, None, size, blocks)
-        elif config.selects_candidates(self.layer) and selection is not None:
+        candidates = None
+        if self.publishes_candidates:
+            picks, candidates = torch.ops.dsv4.index_topk_blocks(*arguments, None, self.block_size, self.blocks)
+        elif self.selects_candidates and selection is not None:
             candidates = selection.candidates
-            picks = torch.ops.dsv4.index_topk(*arguments, candidates, size)
+            picks = torch.ops.dsv4.index_topk(*arguments, candidates, self.block_size)
         else:
             picks = torch.ops.dsv4.index_topk(*arguments)
         return Selection(lookup_slots(table, step.requests[:, None], picks, V41_ENTRY_BLOCK), candidates)

@@ -112,7 +112,8 @@ class V41Caches:
         }
         ropes = [config.rope(layer) for layer in range(config.num_layers)]
         self.rope_tables = [cos_sin_cache(rope, self.max_seq_len, device or "cpu") for rope in ropes]
-        for tensor in self.tensors():
+        # With dynamic=True, dims of graph inputs become symbols; those of caches and tables never change.
+        for tensor in (*self.tensors(), self.window_table, *self.entry_tables.values(), *self.rope_tables):
             _compat.mark_static(tensor)
 
     @property

@@ -19,7 +19,7 @@ class Engram(nn.Module):
 
     def __init__(self, config: V41Config, layer: int, options: WeightOptions) -> None:
         super().__init__()
-        self.config = config
+        self.pad, self.eps = config.engram_pad, config.rms_norm_eps
         rows, dim = config.engram_rows[config.engram_layers.index(layer)], config.engram_head_dim
         self.embed = parameter(rows, dim, dtype=torch.float8_e4m3fn if options.quantised else options.dtype)
         scale = parameter(rows, dim // MX_TILE, dtype=torch.float8_e8m0fnu) if options.quantised else None
@@ -36,13 +36,13 @@ class Engram(nn.Module):
 
     def rows(self, ids: Tensor, positions: Tensor, requests: Tensor, history: Tensor) -> Tensor:
         """Return int64 `[T, K]` rows of the table for compressed ids, and note the ids in `history`."""
-        pad = self.config.engram_pad
-        out: Tensor = torch.ops.dsv4.engram_rows(ids, positions, requests, history, self.multipliers, self.primes, pad)
+        constants = self.multipliers, self.primes, self.pad
+        out: Tensor = torch.ops.dsv4.engram_rows(ids, positions, requests, history, *constants)
         return out
 
     def forward(self, streams: Tensor, rows: Tensor, is_image: Tensor) -> Tensor:
         embedded = torch.ops.dsv4.engram_embed(rows, self.embed, self.embed_scale).to(streams.dtype)
         out: Tensor = torch.ops.dsv4.engram_gate(
-            streams, self.wkv(embedded), self.q_weight, self.k_weight, is_image, self.config.rms_norm_eps
+            streams, self.wkv(embedded), self.q_weight, self.k_weight, is_image, self.eps
         )
         return out

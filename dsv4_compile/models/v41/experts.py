@@ -51,20 +51,21 @@ class MoE(nn.Module):
 
     def __init__(self, config: V41Config, options: WeightOptions) -> None:
         super().__init__()
-        self.config, self.quantize_input = config, options.quantize_input
+        self.quantize_input, self.limit = options.quantize_input, config.swiglu_limit
+        self.routing = config.experts_per_token, config.routed_scaling_factor, config.gate_temperature
         self.gate = Gate(config, options)
         self.experts = Experts(config, options, config.num_experts)
         self.shared_experts = Experts(config, options, None)
 
     def forward(self, x: Tensor, is_image: Tensor) -> Tensor:
-        config, routed, shared = self.config, self.experts, self.shared_experts
+        routed, shared = self.experts, self.shared_experts
         ids, weights = torch.ops.dsv4.moe_route_images(
             *(x, self.gate.weight, self.gate.bias, self.gate.bias_vl, is_image),
-            *(config.experts_per_token, config.routed_scaling_factor, config.gate_temperature),
+            *self.routing,
         )
         out: Tensor = torch.ops.dsv4.mx_experts(
             *(x, ids, weights, routed.w13, routed.w2, shared.w13, shared.w2),
             *(routed.w13_scale, routed.w2_scale, shared.w13_scale, shared.w2_scale),
-            *(config.swiglu_limit, 0, self.quantize_input),
+            *(self.limit, 0, self.quantize_input),
         )
         return out

@@ -26,16 +26,18 @@ class Site(nn.Module):
 
     def __init__(self, config: V41Config) -> None:
         super().__init__()
-        self.config, count = config, config.hc_mult
+        count = config.hc_mult
         outputs = (count + 2) * count
         self.fn = parameter(outputs, count * config.hidden_size, dtype=torch.float32)
         self.base = parameter(outputs, dtype=torch.float32)
         self.scale = parameter(3, dtype=torch.float32)
+        self.norm_eps, self.hc_eps, self.iterations = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return pre, which the next site takes, and post and comb of this one."""
-        eps, iterations = (self.config.rms_norm_eps, self.config.hc_eps), self.config.hc_sinkhorn_iters
-        pre, post, comb = torch.ops.dsv4.mhc_mixes(streams, self.fn, self.base, self.scale, *eps, iterations)
+        pre, post, comb = torch.ops.dsv4.mhc_mixes(
+            streams, self.fn, self.base, self.scale, self.norm_eps, self.hc_eps, self.iterations
+        )
         return pre, post, comb
 
 
@@ -44,7 +46,8 @@ class Layer(nn.Module):
 
     def __init__(self, config: V41Config, layer: int, options: WeightOptions) -> None:
         super().__init__()
-        self.layer, self.eps = layer, config.rms_norm_eps
+        # Facts of the configuration that a graph branches on are attributes of modules: constants in every graph.
+        self.layer, self.eps, self.is_last_source = layer, config.rms_norm_eps, layer == config.last_source
         if layer in config.engram_layers:
             self.engram = Engram(config, layer, options)
         self.has_engram = layer in config.engram_layers
@@ -118,6 +121,8 @@ class V41Model(nn.Module):
         super().__init__()
         options = WeightOptions(dtype, quantised=quantised, quantize_input=quantize_input)
         self.config, self.dtype = config, dtype
+        self.window, self.image_token, self.streams = config.sliding_window, config.image_token_id, config.hc_mult
+        self.engram_layers = config.engram_layers
         self.embed = Linear(config.vocab_size, config.hidden_size, dtype)
         self.layers = nn.ModuleList(Layer(config, i, options) for i in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -163,11 +168,11 @@ class V41Model(nn.Module):
         """Write what later tokens need of a prompt before its tail: layers up to the insertion of the last source."""
         streams, pre, rows, step = self._begin(ids, positions, requests, caches)
         selection = None
-        for layer in self._stack()[: self.config.last_source]:
+        for layer in self._stack():
+            if layer.is_last_source:
+                layer.insert(streams, pre, rows.get(layer.layer), step, caches)
+                return
             streams, pre, step, selection = layer(streams, pre, rows.get(layer.layer), step, caches, selection)
-        if self.config.last_source < self.config.num_layers:
-            source = self._stack()[self.config.last_source]
-            source.insert(streams, pre, rows.get(source.layer), step, caches)
 
     def hidden(
         self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches, tail: Tail | None = None
@@ -176,7 +181,7 @@ class V41Model(nn.Module):
         streams, pre, rows, step = self._begin(ids, positions, requests, caches)
         selection = None
         for layer in self._stack():
-            at_source = tail if layer.layer == self.config.last_source else None
+            at_source = tail if layer.is_last_source else None
             streams, pre, step, selection = layer(
                 streams, pre, rows.get(layer.layer), step, caches, selection, at_source
             )
@@ -190,11 +195,12 @@ class V41Model(nn.Module):
         self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches
     ) -> tuple[Tensor, Tensor, dict[int, Tensor], Step]:
         """Return streams and pre before the first layer, the rows of engrams, and the step."""
-        step = make_step(ids, positions, requests, caches)
-        known = torch.where((ids >= 0) & (ids < self.config.vocab_size), ids, 0)
+        sizes = {"window": self.window, "image_token": self.image_token}
+        step = make_step(ids, positions, requests, caches, **sizes)
+        known = torch.where((ids >= 0) & (ids < self.embed.weight.shape[0]), ids, 0)
         rows = self.engram_rows(known, step, caches)
         embedded = nn.functional.embedding(known, self.embed.weight)
-        streams = embedded[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+        streams = embedded[:, None].expand(-1, self.streams, -1).contiguous()
         return streams, self.first_pre(streams), rows, step
 
     def first_pre(self, streams: Tensor) -> Tensor:
@@ -208,5 +214,5 @@ class V41Model(nn.Module):
         compressed, stack = self.token_map[ids], self._stack()
         return {
             layer: stack[layer].engram.rows(compressed, step.positions, step.requests, caches.histories[layer])
-            for layer in self.config.engram_layers
+            for layer in self.engram_layers
         }

@@ -71,20 +71,22 @@ def window_positions(positions: Tensor, width: int) -> Tensor:
     return torch.where(positions[:, None] >= 0, positions[:, None] - back, PAD_INDEX)
 
 
-def make_step(ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> Step:
-    """Return the indices of the tokens `ids` `[T]`.
+def make_step(
+    ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches, *, window: int, image_token: int
+) -> Step:
+    """Return the indices of the tokens `ids` `[T]`, with windows of `window` positions.
 
     A position beyond `max_seq_len` is written nowhere, and its logits are NaN, by the last row of RoPE tables.
     """
     positions, requests = positions.long(), requests.long()
-    inside = (positions >= 0) & (requests >= 0) & (requests < caches.max_batch_size)
+    inside = (positions >= 0) & (requests >= 0) & (requests < caches.window_table.shape[0])
     positions, requests = torch.where(inside, positions, PAD_INDEX), torch.where(inside, requests, PAD_INDEX)
-    window = window_positions(positions, caches.config.sliding_window)
+    held = window_positions(positions, window)
     return Step(
         ids,
-        ids == caches.config.image_token_id,
+        ids == image_token,
         positions,
         requests,
         lookup_slots(caches.window_table, requests, positions, V41_WINDOW_BLOCK),
-        lookup_slots(caches.window_table, requests[:, None], window, V41_WINDOW_BLOCK),
+        lookup_slots(caches.window_table, requests[:, None], held, V41_WINDOW_BLOCK),
     )

@@ -93,7 +93,7 @@ def picks_inside_own_candidates(patch: pytest.MonkeyPatch) -> None:
 
 def candidates_everywhere(patch: pytest.MonkeyPatch) -> None:
     """Reindex layers select among all entries."""
-    patch.setattr(V41Config, "selects_candidates", lambda *_: False)
+    patch.setattr(Attention, "selects_candidates", property(lambda _: False, lambda *_: None), raising=False)
 
 
 def keys_of_another_source(patch: pytest.MonkeyPatch) -> None:
