@@ -44,6 +44,8 @@ def choose(call: Call, demand: str | None, launchable: Decision, unproven: str) 
         # Integers and copies: any implementation gives the same bits.
         usable = launchable.impl == "triton" and not unproven
         impl, why, reason = "triton" if usable else "eager", "", "batch-invariant: integers and copies"
+    elif claims.elementwise and not claims.kernel:
+        impl, why, reason = "eager", "", "batch-invariant: single elements by separate operations"
     else:
         impl, reason = "triton", f"batch-invariant: its kernel, {claims.kernel}"
         why = (claims.kernel and unproven) or (launchable.reason if launchable.impl != "triton" else "")

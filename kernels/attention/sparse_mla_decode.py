@@ -129,6 +129,16 @@ def sparse_mla_decode_quant(op: DecodeQuantArguments) -> tuple[Tensor, Tensor]:
     return launch_best(decode_call(op))
 
 
+def invariant_sparse_mla_decode(op: DecodeArguments) -> tuple[Tensor, Tensor]:
+    """Launch `sparse_mla_decode` with splits that follow from a token's length."""
+    return sparse_mla_decode(op._replace(batch_invariant=True))
+
+
+def invariant_sparse_mla_decode_quant(op: DecodeQuantArguments) -> tuple[Tensor, Tensor]:
+    """Launch `sparse_mla_decode_quant` with splits that follow from a token's length."""
+    return sparse_mla_decode_quant(op._replace(batch_invariant=True))
+
+
 def launch_best(call: DecodeCall, into: Outputs | None = None) -> tuple[Tensor, Tensor]:
     """Run the best kernel for a call; by rows only if the outputs are not given."""
     gpu = gpu_of(call.q.device)

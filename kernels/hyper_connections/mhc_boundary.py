@@ -514,10 +514,12 @@ def launch(
     mix: Mix,
     peers: Peers | None = None,
     rank: int = 0,
+    invariant: bool = False,
 ) -> Results:
     """Compute the streams after `returned`, the output, post and comb of a sub-layer, and `mix` them.
 
-    With `peers`, the output is the summand of `rank` in a sum over ranks.
+    With `peers`, the output is the summand of `rank` in a sum over ranks. With `invariant` the launches of 9 to 64
+    tokens serve calls of any size.
     """
     tokens, count, dim = streams.shape
     ends = mix.iterations == 0
@@ -530,15 +532,16 @@ def launch(
     if tokens == 0:
         return results
     rows = mix.fn.shape[0]
-    tiles = streams.dtype is torch.bfloat16 and tokens > MAX_ONE_LAUNCH
-    many = tiles and tokens > FEW_TOKENS
+    one_launch = tokens <= MAX_ONE_LAUNCH and not invariant
+    tiles = streams.dtype is torch.bfloat16 and not one_launch
+    many = tiles and tokens > FEW_TOKENS and not invariant
     channels, slices = _slices_of_many(tokens, dim) if many else _slices(dim)
     sums = streams.new_empty((tokens, rows + 1, slices), dtype=torch.float32)
     of_mix = mix.base, mix.scale, mix.base.stride(0), mix.scale.stride(0), mix.norm_weight, mix.norm_weight.stride(0)
     strides = None if returned is None else tuple(tensor.stride() for tensor in returned)
     scalars = mix.norm_eps, mix.hc_eps, mix.iterations
     shape = Shape(dim, channels, rows, triton.next_power_of_2(rows))
-    counters = None if tokens > MAX_ONE_LAUNCH else arrival_counters(tokens, streams.device)
+    counters = arrival_counters(tokens, streams.device) if one_launch else None
     exchange = {"RANK": rank, "RANKS": 1 if peers is None else len(peers.flags), "CTAS": EXCHANGE_CTAS}
     exchange["REGION"] = REGION_BYTES // streams.element_size()
     if many:
@@ -550,7 +553,8 @@ def launch(
         launch_kernel(
             mhc_tokens_kernel, (programs,), results.streams, sums, (streams, returned, mix.fn),
             (streams.stride(), strides, mix.fn.stride()), tokens,
-            SHAPE=shape._replace(mix_block=max(16, shape.mix_block)), TOKENS=TILE_TOKENS, **_tile(tokens, channels),
+            SHAPE=shape._replace(mix_block=max(16, shape.mix_block)), TOKENS=TILE_TOKENS,
+            **_tile(1 if invariant else tokens, channels),
             **pdl_arguments(streams.device, programs),
         )  # fmt: skip
     else:
@@ -562,7 +566,7 @@ def launch(
         )  # fmt: skip
     if counters is None:
         new = streams if results.streams is None else results.streams
-        apart = 0 if ends else 1 if tokens <= FEW_TOKENS else COEFFICIENTS_TOKENS
+        apart = 0 if ends else 1 if invariant or tokens <= FEW_TOKENS else COEFFICIENTS_TOKENS
         programs = tokens + (triton.cdiv(tokens, apart) if apart else 0)
         launch_kernel(
             mhc_finish_kernel, (programs,), tuple(results[1:]), sums, Strided(new, new.stride()), of_mix, scalars,
@@ -636,7 +640,15 @@ def why_unsupported(streams: Tensor) -> str:
 
 def mhc_boundary(a: MhcBoundary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the op. The order of sums is not the reference's, which moves results by a rounding."""
-    results = launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]))
+    return _returned(launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:])))
+
+
+def invariant_mhc_boundary(a: MhcBoundary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the op with the launches of one number of tokens for calls of any size."""
+    return _returned(launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]), invariant=True))
+
+
+def _returned(results: Results) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert results.streams is not None and results.post is not None and results.comb is not None
     return results.streams, results.y, results.post, results.comb
 
@@ -648,9 +660,7 @@ def why_unsupported_mhc_boundary(a: MhcBoundary) -> str:
 
 def all_reduce_mhc_boundary(a: MhcBoundary, peers: Peers, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run `mhc_boundary` on the sum of `a.output` over ranks, for calls that `why_unsupported_over_ranks` takes."""
-    results = launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]), peers, rank)
-    assert results.streams is not None and results.post is not None and results.comb is not None
-    return results.streams, results.y, results.post, results.comb
+    return _returned(launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]), peers, rank))
 
 
 def why_unsupported_over_ranks(a: MhcBoundary) -> str:

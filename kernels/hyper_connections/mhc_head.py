@@ -10,10 +10,20 @@ from .mhc_boundary import Mix, launch, why_unsupported
 
 def mhc_head(a: MhcHead) -> Tensor:
     """Run the op. The order of sums is not the reference's, which moves results by a rounding."""
+    return _run(a, invariant=False)
+
+
+def invariant_mhc_head(a: MhcHead) -> Tensor:
+    """Run the op with the launches of one number of tokens for calls of any size."""
+    return _run(a, invariant=True)
+
+
+def _run(a: MhcHead, invariant: bool) -> Tensor:
     returned = None
     if a.output is not None and a.post is not None and a.comb is not None:
         returned = a.output, a.post, a.comb
-    return launch(a.streams, returned, Mix(a.fn, a.base, a.scale, a.norm_weight, a.norm_eps, a.hc_eps, 0)).y
+    mix = Mix(a.fn, a.base, a.scale, a.norm_weight, a.norm_eps, a.hc_eps, 0)
+    return launch(a.streams, returned, mix, invariant=invariant).y
 
 
 def why_unsupported_mhc_head(a: MhcHead) -> str:

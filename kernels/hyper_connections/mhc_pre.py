@@ -23,6 +23,23 @@ def mhc_pre(
     return results.y, results.post, results.comb
 
 
+def invariant_mhc_pre(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int = 20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the op with the launches of one number of tokens for calls of any size."""
+    mix = Mix(fn, base, scale, norm_weight, norm_eps, hc_eps, iterations)
+    results = launch(streams, None, mix, invariant=True)
+    assert results.post is not None and results.comb is not None
+    return results.y, results.post, results.comb
+
+
 def why_unsupported_mhc_pre(
     streams: Tensor,
     fn: Tensor,

@@ -34,6 +34,12 @@ def fp8_grouped_einsum(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -
     return out.view(tokens, groups, b.shape[0] // groups)
 
 
+def invariant_fp8_grouped_einsum(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """Run the op with one tiling for calls of any size."""
+    out = grouped_gemm(Operands(a, a_scale, b, b_scale), torch.bfloat16, invariant=True)
+    return out.view(a.shape[0], a.shape[1], b.shape[0] // a.shape[1])
+
+
 def why_unsupported_fp8_grouped_einsum(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> str:
     """Return why a call cannot use the kernel, "" if it can."""
     return "K is 0, it must be at least 1" if b.shape[1] == 0 else why_unsupported_fp8(a.device)
@@ -50,6 +56,18 @@ def fp8_grouped_einsum_quant(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Ten
         scale = scale.t()
     else:
         values, scale = quantize_activation(fp8_grouped_einsum(a, a_scale, b, b_scale).view(tokens, size))
+    return _strided(values, scale)
+
+
+def invariant_fp8_grouped_einsum_quant(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the op with one tiling for calls of any size; results are quantized in a separate launch."""
+    out = invariant_fp8_grouped_einsum(a, a_scale, b, b_scale)
+    return _strided(*quantize_activation(out.view(a.shape[0], b.shape[0])))
+
+
+def _strided(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values and scales of one group as the op returns them."""
+    tokens, size = values.shape
     shape = tokens, 1, size // ACT_TILE
     return values[:, None], scale.as_strided(shape, scale_strides(tokens, shape[2]))
 

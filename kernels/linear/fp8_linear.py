@@ -173,6 +173,25 @@ def fp8_linear(
     return out.view(*x.shape[:-1], out.shape[1])
 
 
+def invariant_fp8_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True, beside: Tensor | None = None
+) -> Tensor:
+    """Run the op with one tiling for calls of any size; x is quantized in a separate launch."""
+    rows = x.reshape(-1, weight.shape[1])
+    operands = Operands(rows[:, None], None, weight, weight_scale)
+    if quantize_input:
+        operands = _quantized(rows, weight, weight_scale)
+    if beside is None:
+        out = grouped_gemm(operands, x.dtype, invariant=True)
+    else:
+        first = weight.shape[0]
+        out = torch.empty((rows.shape[0], first + beside.shape[0]), dtype=torch.float32, device=rows.device)
+        grouped_gemm(operands, torch.float32, out=out[:, :first], invariant=True)
+        second = Operands(rows[:, None], None, beside.to(rows.dtype), None)
+        grouped_gemm(second, torch.float32, out=out[:, first:], invariant=True)
+    return out.view(*x.shape[:-1], out.shape[1])
+
+
 def _multiply(
     rows: Tensor, weight: Tensor, weight_scale: Tensor, quantize: bool, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:

@@ -37,6 +37,10 @@ PAIR = "linear.gemm_sm90_pair"
 """Modules of the sm_90 kernels: few tokens, clusters of CTAs, many tokens, and two GEMMs in one launch."""
 FEW_TOKENS = 64
 """Most tokens of a GEMM that is bound by reading the weight."""
+INVARIANT_TOKENS = 64
+"""Tokens that batch-invariant calls of any size are tiled for: a tile that fills tensor cores, and a fixed split-K."""
+INVARIANT_PASS = 2048
+"""Most tokens of a launch of a batch-invariant call, which bounds its partial sums."""
 
 
 class Operands(NamedTuple):
@@ -260,15 +264,21 @@ def _fitting(gpu: Gpu, tiling: GemmTiling, *sizes: int) -> GemmTiling:
 
 
 def grouped_gemm(
-    operands: Operands, out_dtype: torch.dtype, *, quantize: bool = False, out: Tensor | None = None
-) -> Tensor:  # fmt: skip
+    operands: Operands,
+    out_dtype: torch.dtype,
+    *,
+    quantize: bool = False,
+    out: Tensor | None = None,
+    invariant: bool = False,
+) -> Tensor:
     """Return `[T, G * N]`.
 
     Args:
         quantize: quantize a floating x per 128 columns in the same launch.
         out: fill and return this tensor instead, with rows of any stride.
+        invariant: sum each row in the same order in calls of any size.
     """
-    x, _, weight, weight_scale = operands
+    x, x_scale, weight, weight_scale = operands
     if out is None:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
     if out.numel() == 0:
@@ -276,6 +286,12 @@ def grouped_gemm(
     gpu = gpu_of(x.device)
     if weight_scale is not None and weight_scale.dtype is torch.float8_e8m0fnu:
         operands = operands._replace(weight_scale=weight_scale.view(torch.uint8))
+    if invariant:
+        for first in range(0, x.shape[0], INVARIANT_PASS):
+            some = slice(first, first + INVARIANT_PASS)
+            part = operands._replace(x=x[some], x_scale=None if x_scale is None else x_scale[some])
+            _launch(part, out[some], quantize, gpu, invariant=True)
+        return out
     small, cluster, large = (sm90_module(gpu, name) for name in (SMALL, CLUSTER, LARGE))
     if cluster is not None and not cluster.why_unsupported(operands, quantize, gpu):
         cluster.launch(operands, out, gpu)
@@ -294,6 +310,7 @@ class Problem(NamedTuple):
     Attributes:
         groups, rows, size: G, N and K. x, weight: dtypes.
         quantize: whether the kernel quantizes x. scaled: whether x has scales.
+        invariant: whether the tiling is the same for any number of tokens.
     """
 
     groups: int
@@ -303,6 +320,7 @@ class Problem(NamedTuple):
     weight: torch.dtype
     quantize: bool
     scaled: bool
+    invariant: bool = False
 
 
 class GemmPlan(NamedTuple):
@@ -327,11 +345,12 @@ class GemmPlan(NamedTuple):
         return self._replace(tiling=tiling, tiles=0, k_blocks_each=0)
 
 
-def problem_of(operands: Operands, quantize: bool) -> Problem:
+def problem_of(operands: Operands, quantize: bool, invariant: bool = False) -> Problem:
     """Return the sizes and formats of a call."""
     x, x_scale, weight, _ = operands
     _, groups, size = x.shape
-    return Problem(groups, weight.shape[0] // groups, size, x.dtype, weight.dtype, quantize, x_scale is not None)
+    scaled = x_scale is not None
+    return Problem(groups, weight.shape[0] // groups, size, x.dtype, weight.dtype, quantize, scaled, invariant)
 
 
 @functools.lru_cache(1024)
@@ -341,7 +360,7 @@ def plan(problem: Problem, tokens: int, gpu: Gpu) -> GemmPlan:
     block_k = ACT_TILE // (1 if problem.weight.itemsize == 1 else 2)
     k_blocks = cdiv(size, block_k)
     operand = _operand(gpu) if problem.quantize or problem.scaled else DTYPES[problem.x]
-    tiling = choose_tiling(gpu, tokens, groups, rows, k_blocks)
+    tiling = choose_tiling(gpu, INVARIANT_TOKENS if problem.invariant else tokens, groups, rows, k_blocks)
     if operand is tl.float32:
         # float32 products are unrolled into single multiplications: a small tile compiles in one second, not ten.
         tiling = tiling._replace(block_m=min(tiling.block_m, 32), block_n=64, warps=4)
@@ -358,10 +377,10 @@ def plan(problem: Problem, tokens: int, gpu: Gpu) -> GemmPlan:
     )
 
 
-def _launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu) -> None:
+def _launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu, invariant: bool = False) -> None:
     """Fill `out` with the Triton kernel."""
     x, x_scale, weight, weight_scale = operands
-    problem, tokens = problem_of(operands, quantize), x.shape[0]
+    problem, tokens = problem_of(operands, quantize, invariant), x.shape[0]
     launch = plan(problem, tokens, gpu)
     tiling, tiles = launch.tiling, launch.tiles
     partial_sums = arrived = None

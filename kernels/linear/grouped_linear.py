@@ -23,6 +23,18 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: int, float32: bool = False
     return multiply_by_torch(by_group, weight, out_dtype)
 
 
+def invariant_grouped_linear(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> Tensor:
+    """Run the op with one tiling for calls of any size."""
+    by_group = x if x.dim() == 3 else x.unflatten(1, (groups, -1))
+    out_dtype = torch.float32 if float32 else x.dtype
+    return grouped_gemm(Operands(by_group, None, weight, None), out_dtype, invariant=True)
+
+
+def invariant_mm(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `[T, N]`: `x` `[T, K]` times `weight` `[K, N]`, with one tiling for calls of any size."""
+    return grouped_gemm(Operands(x[:, None], None, weight.t(), None), x.dtype, invariant=True)
+
+
 def multiply_by_torch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Return `[T, G * N]` of x `[T, G, K]`; each group's GEMM writes its slice of the result."""
     tokens, groups, _ = x.shape

@@ -50,6 +50,9 @@ MIXED_BLOCK_K = 64
 """K-block of an e4m3 shared expert next to MXFP4 experts: a larger one would leave shared memory for fewer CTAs."""
 REORDERED_COLUMNS = 1024
 """Elements of x that a CTA brings into the order of unpacked weights."""
+INVARIANT_TILE, INVARIANT_CTAS, INVARIANT_PASS = 16, 4.0, 4096
+"""Tokens of a tile, CTAs of 64 rows for an SM and most tokens of a pass that batch-invariant calls are planned for;
+they keep results in float32, which takes twice the scratch."""
 PLAN_NONE, PLAN_PLACES, PLAN_TILES = 0, 1, 2
 
 
@@ -375,17 +378,29 @@ def problem_of(call: ExpertsArguments) -> Problem:
 
 
 @functools.lru_cache(1024)
-def plan(problem: Problem, tokens: int, gpu: Gpu) -> ExpertsPlan | sm90.SplitPlan:
-    """Return the launches of a pass of `tokens` tokens, at most MOST_TOKENS."""
-    if not problem.interleaved and gpu.capability == SM90 and triton_known() and sm90.fits(problem, tokens, gpu):
+def plan(
+    problem: Problem, tokens: int, gpu: Gpu, invariant: bool = False
+) -> ExpertsPlan | sm90.SplitPlan:  # fmt: skip
+    """Return the launches of a pass of `tokens` tokens, at most MOST_TOKENS.
+
+    With `invariant` tiles and roundings are the same for any number of tokens: only lists of places depend on it.
+    """
+    if (
+        not invariant
+        and not problem.interleaved
+        and gpu.capability == SM90
+        and triton_known()
+        and sm90.fits(problem, tokens, gpu)
+    ):
         return sm90.plan_split(problem, tokens, gpu)
     w13, w2, experts = problem.w13, problem.w2, problem.w13.experts
     places, (shared13, shared2) = tokens * problem.top_k, problem.shared or (None, None)
-    tile = choose_tokens(places, experts, _most_tokens_of_tile(gpu, (w13, w2)))
+    tile = INVARIANT_TILE if invariant else choose_tokens(places, experts, _most_tokens_of_tile(gpu, (w13, w2)))
     lists, slots, sort = (PLAN_PLACES, places, 0) if places <= experts else (PLAN_NONE, experts, 0)
     if places > FEW_PLACES:
         lists, slots, sort = PLAN_TILES, most_tiles(places, experts, tile), sort_programs(places)
-    shared_tile = _tokens_of_shared(gpu, tokens, tile, _most_tokens_of_tile(gpu, problem.shared or ()))
+    largest = _most_tokens_of_tile(gpu, problem.shared or ())
+    shared_tile = _tokens_of_shared(gpu, INVARIANT_TILE if invariant else tokens, tile, largest)
     shared_slots = cdiv(tokens, shared_tile) if problem.shared is not None else 0
     # The interpreter, too, reads descriptors.
     tma = gpu.backend != "hip" and (gpu.backend != "cuda" or gpu.capability >= 90)
@@ -394,6 +409,8 @@ def plan(problem: Problem, tokens: int, gpu: Gpu) -> ExpertsPlan | sm90.SplitPla
     def gemms(first: WeightShape, second: WeightShape | None, columns: int, shared_columns: int) -> GemmPlan:
         """Return a launch whose tiles have all rows, of which `columns` and `shared_columns` are results."""
         ctas, rows = (slots + shared_slots) * first.rows / 64 / gpu.sms, first.rows
+        if invariant:
+            ctas = INVARIANT_CTAS
         if second is not None:
             rows = math.gcd(rows, second.rows)
         tiling = choose_tiling(gpu, tile, first.kind, rows, first.size, ctas)
@@ -425,20 +442,30 @@ def plan(problem: Problem, tokens: int, gpu: Gpu) -> ExpertsPlan | sm90.SplitPla
         reorder_pdl=reads_unpacked and uses_pdl(gpu, reorder),
         gate_up=gemms(w13, shared13, w13.rows, shared13.rows if shared13 else 0),
         down=gemms(w2, shared2, w2.rows, w2.rows),
-        exact=tokens <= EXACT_TOKENS,
-        sums=tokens <= FEW_TOKENS,
+        exact=invariant or tokens <= EXACT_TOKENS,
+        sums=not invariant and tokens <= FEW_TOKENS,
     )
 
 
 def moe_experts(call: ExpertsArguments) -> Tensor:
     """Add each token's experts up, on tensor cores; hidden states are rounded to bfloat16 between the GEMMs."""
+    return _run(call, invariant=False)
+
+
+def invariant_moe_experts(call: ExpertsArguments) -> Tensor:
+    """Run the op with tiles and roundings that are the same in calls of any size."""
+    return _run(call, invariant=True)
+
+
+def _run(call: ExpertsArguments, invariant: bool) -> Tensor:
     out = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
     ids, weights, gpu = call.ids.contiguous(), call.weights.contiguous(), gpu_of(call.x.device)
-    passes, problem, operands = cdiv(len(out), MOST_TOKENS), problem_of(call), weights_of(call)
+    problem, operands = problem_of(call), weights_of(call)
+    passes = cdiv(len(out), INVARIANT_PASS if invariant else MOST_TOKENS)
     for number in range(passes):
         rows = slice(len(out) * number // passes, len(out) * (number + 1) // passes)
         one = call._replace(x=call.x[rows], ids=ids[rows], weights=weights[rows])
-        pass_plan = plan(problem, len(one.x), gpu)
+        pass_plan = plan(problem, len(one.x), gpu, invariant)
         if isinstance(pass_plan, sm90.SplitPlan):
             sm90.launch(one, operands, pass_plan, out[rows])
         else:

@@ -21,7 +21,7 @@ from ..device.rope import Rope, load_cos_sin, rotate, table_row
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
 from .insert_rows import Insert, InsertShape, insert_rows
-from .kv_rope_insert import pages_of, tile, why_unsupported_dim
+from .kv_rope_insert import SPREAD_ROWS, pages_of, tile, why_unsupported_dim
 
 
 class Strides(NamedTuple):
@@ -141,8 +141,34 @@ def q_norm_rope(
     return q_norm_rope_kv_insert(call)
 
 
+def invariant_q_norm_rope(
+    q: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    eps: float,
+    padded_heads: int = 0,
+    q_scale: Tensor | None = None,
+) -> Tensor:
+    """Launch `q_norm_rope` with the heads of a program of a large call."""
+    no: Any = None
+    return invariant_q_norm_rope_kv_insert(
+        QNormRopeKvInsertArguments(q, no, no, no, positions, cos_sin_cache, eps, 1, "plain", padded_heads, q_scale)
+    )
+
+
 def q_norm_rope_kv_insert(call: QNormRopeKvInsertArguments) -> Tensor:
     """Run `q_norm_rope` and, if there are vectors to insert, `kv_rope_insert` in one launch."""
+    rows = call.q.shape[0] * max(call.q.shape[1], call.padded_heads)
+    return _launch(call, *tile(rows + (0 if call.kv is None else call.slot_mapping.shape[0])))
+
+
+def invariant_q_norm_rope_kv_insert(call: QNormRopeKvInsertArguments) -> Tensor:
+    """Launch `q_norm_rope_kv_insert` with the rows of a program of a large call."""
+    return _launch(call, *tile(SPREAD_ROWS + 1))
+
+
+def _launch(call: QNormRopeKvInsertArguments, rows: int, warps: int) -> Tensor:
+    """Launch with so many rows and warps of a program."""
     q, kv, cache, slots, positions, table, eps, block_size, cache_format, padded_heads, q_scale, kv_scale = call
     tokens, heads, dim = q.shape
     dtype = q.dtype if q_scale is None else torch.float8_e4m3fn
@@ -153,7 +179,6 @@ def q_norm_rope_kv_insert(call: QNormRopeKvInsertArguments) -> Tensor:
         cache = pages_of(cache, cache_format, block_size)
         inserted, num_slots = slots.shape[0], cache.shape[0] * block_size
         strides = strides._replace(kv=kv.stride(), cache=cache.stride(), slots=slots.stride(0))
-    rows, warps = tile(tokens * out.shape[1] + inserted)
     insert = InsertShape(cache_format, block_size, rows, dim, table.shape[1])
     programs = cdiv(inserted, rows) + tokens * cdiv(out.shape[1], rows)
     if programs == 0:

@@ -28,13 +28,13 @@ def graph_of(*calls: tuple[object, ...], level: str = "tokens") -> list[str]:
     graph = Graph()
     with FakeTensorMode():
         x = torch.empty(6, 24)
-        place = graph.placeholder("x")
-        place.meta["val"] = x
+        node_of_x = graph.placeholder("x")
+        node_of_x.meta["val"] = x
         weight = graph.placeholder("weight")
         weight.meta["val"] = torch.empty(24, 8)
         results: list[Node] = []
         for function, *args in calls:
-            nodes = [{"x": place, "weight": weight}.get(a, a) if isinstance(a, str) else a for a in args]
+            nodes = [{"x": node_of_x, "weight": weight}.get(a, a) if isinstance(a, str) else a for a in args]
             node = graph.call_function(function, tuple(results[-1] if a == "last" else a for a in nodes))
             node.meta["val"] = function(*torch.fx.map_arg(node.args, lambda n: n.meta["val"]))
             results.append(node)
@@ -110,10 +110,10 @@ def test_rows_of_a_compiled_function_do_not_depend_on_their_number(dynamic: bool
 
     x = torch.randn(70, 24)
     run = compiled(layer, dynamic, **CALLS)
-    whole = run(x)
-    torch.testing.assert_close(whole, layer(x), rtol=1e-4, atol=1e-4)
+    together = run(x)
+    torch.testing.assert_close(together, layer(x), rtol=1e-4, atol=1e-4)
     for rows in (slice(0, 1), slice(3, 5), slice(17, 70)):
-        assert torch.equal(run(x[rows]), whole[rows])
+        assert torch.equal(run(x[rows]), together[rows])
 
 
 def test_an_op_without_a_claim_and_a_demanded_implementation_are_refused() -> None:

@@ -55,13 +55,13 @@ def in_order(x: Tensor) -> Tensor:
 def split_by_batch(x: Tensor) -> Tensor:
     """Sum each row in as many parts as fit the number of rows."""
     parts = max(1, 8 // x.shape[0])
-    return in_order(torch.stack([in_order(part) for part in x.chunk(parts, 1)], 1))
+    return in_order(torch.stack([in_order(columns) for columns in x.chunk(parts, 1)], 1))
 
 
 def tile_by_tokens(x: Tensor) -> Tensor:
     """Sum a row from its end where it is in the last, incomplete tile of four rows."""
-    whole = x.shape[0] // 4 * 4
-    return torch.cat([in_order(x[:whole]), in_order(x[whole:].flip(1))])
+    tiled = x.shape[0] // 4 * 4
+    return torch.cat([in_order(x[:tiled]), in_order(x[tiled:].flip(1))])
 
 
 def largest_of_all(x: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ inv_rope = define(
         lambda T, H, D, rope, e=2: (T * (angles(rope) + 2 * e * H * D), 0),
         sizes=lambda call: call.of_heads("o") | call.rope,
     ),
-    invariant=Invariance(rows=("o", "positions"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("o", "positions"), on_cpu=AS_IT_IS, kernel=AS_IT_IS),
 )
 inv_rope_fp8_quant = define(
     "inv_rope_fp8_quant",
@@ -95,5 +95,5 @@ inv_rope_fp8_quant = define(
         lambda T, H, D, rope, e=2: (T * (angles(rope) + (e + FP8) * H * D + FLOAT32 * act_tiles(H * D)), 0),
         sizes=lambda call: call.of_heads("o") | call.rope | call.grouped_heads,
     ),
-    invariant=Invariance(rows=("o", "positions"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("o", "positions"), on_cpu=AS_IT_IS, kernel=AS_IT_IS),
 )

@@ -21,7 +21,7 @@ from ...reference.attention.sparse_mla_decode import (
 )
 from ...selection.costs import FLOAT32, FP8, INT32, CallSizes, CostModel, act_tiles
 from ..common.define import define
-from ..common.invariance import AS_IT_IS, Invariance
+from ..common.invariance import AS_IT_IS, PINNED, Invariance
 from ..common.validate import (
     E4M3,
     FLOATS,
@@ -203,7 +203,9 @@ sparse_mla_decode = define(
         lambda T, H, D, K, row, e=2: (T * K * (row + INT32) + head_bytes(T, H, D, e), 4 * T * H * K * D),
         sizes=_attended_sizes,
     ),
-    invariant=Invariance(rows=("q", "indices", "lens", "extra_indices", "extra_lens", "positions"), on_cpu=AS_IT_IS),
+    invariant=Invariance(
+        rows=("q", "indices", "lens", "extra_indices", "extra_lens", "positions"), on_cpu=AS_IT_IS, kernel=PINNED
+    ),
 )
 sparse_mla_decode_out = define(
     "sparse_mla_decode_out",
@@ -234,7 +236,7 @@ sparse_mla_decode_quant = define(
         ),
         sizes=lambda call: _attended_sizes(call) | call.grouped_heads,
     ),
-    invariant=Invariance(rows=("q", "indices", "lens", "extra_indices", "extra_lens", "positions")),
+    invariant=Invariance(rows=("q", "indices", "lens", "extra_indices", "extra_lens", "positions"), kernel=PINNED),
 )
 sparse_mla_decode_latent = define(
     "sparse_mla_decode_latent",

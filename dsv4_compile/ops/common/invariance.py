@@ -28,6 +28,7 @@ class Invariance(NamedTuple):
         rows: arguments with one row for each token or request. Other arguments are the same for all rows.
         grouped: arguments with several rows for each token or request.
         exact: all results are integers, copies and comparisons, which have no order of sums: every implementation.
+        elementwise: the reference computes each element by separate operations, so on a GPU it is invariant.
         on_cpu: claim of the form for CPUs, AS_IT_IS or ALONE. As it is, its C++ kernels sum each row in a fixed order,
             and rows that no kernel takes run alone.
         kernel: claim of the kernel for GPUs, AS_IT_IS or PINNED.
@@ -37,6 +38,7 @@ class Invariance(NamedTuple):
     rows: Collection[str] = ()
     grouped: Collection[str] = ()
     exact: bool = False
+    elementwise: bool = False
     on_cpu: str = ""
     kernel: str = ""
     why: str = ""

@@ -61,6 +61,9 @@ accept_drafts = define(
         lambda R, N, K, e=2: (R * (N * (e * (K + 1) + FLOAT32 * K) + INT64 * (2 * K + 7) + INT32), 0),
     ),
     invariant=Invariance(
-        rows=("drafts", "draft_logits", "numbers", "seeds", "positions"), grouped=("logits",), on_cpu=AS_IT_IS
+        rows=("drafts", "draft_logits", "numbers", "seeds", "positions"),
+        grouped=("logits",),
+        on_cpu=AS_IT_IS,
+        kernel=AS_IT_IS,
     ),
 )

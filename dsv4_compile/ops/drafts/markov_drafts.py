@@ -9,7 +9,7 @@ from ...cpu.drafts import markov_drafts as cpu
 from ...reference.drafts import markov_drafts as reference
 from ...selection.costs import FLOAT32, INT64, CostModel
 from ..common.define import define
-from ..common.invariance import ALONE, Invariance
+from ..common.invariance import ALONE, AS_IT_IS, Invariance
 from ..common.validate import FLOATS, expect, expect_dim
 from ..common.validate_batch import expect_positive
 from .requests import expect_requests
@@ -67,5 +67,7 @@ markov_drafts = define(
             2 * R * K * N * D,
         ),
     ),
-    invariant=Invariance(rows=("base_logits", "anchors", "numbers", "seeds", "positions"), on_cpu=ALONE),
+    invariant=Invariance(
+        rows=("base_logits", "anchors", "numbers", "seeds", "positions"), on_cpu=ALONE, kernel=AS_IT_IS
+    ),
 )

@@ -9,7 +9,7 @@ from ...reference.hyper_connections import mhc_boundary as reference
 from ...reference.hyper_connections.mhc_boundary import MhcBoundary
 from ...selection.costs import CallSizes, CostModel
 from ..common.define import Traced, define
-from ..common.invariance import AS_IT_IS, Invariance
+from ..common.invariance import AS_IT_IS, PINNED, Invariance
 from .mhc_post import check_post
 from .mhc_pre import FEW_LAUNCHES, check_pre, coefficients, fake_pre, mix
 
@@ -36,5 +36,5 @@ mhc_boundary = define(
         lambda T, D, G, e=2: (T * (e * (2 * G + 2) * D + 2 * coefficients(G)) + mix(G, D), 2 * T * (G + 2) * G * G * D),
         sizes=CallSizes.of_streams,
     ),
-    invariant=Invariance(rows=("streams", "output", "post", "comb"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("streams", "output", "post", "comb"), on_cpu=AS_IT_IS, kernel=PINNED),
 )

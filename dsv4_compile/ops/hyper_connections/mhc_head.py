@@ -10,7 +10,7 @@ from ...reference.hyper_connections import mhc_head as reference
 from ...reference.hyper_connections.mhc_head import MhcHead
 from ...selection.costs import FLOAT32, CallSizes, CostModel
 from ..common.define import Traced, define
-from ..common.invariance import AS_IT_IS, Invariance
+from ..common.invariance import AS_IT_IS, PINNED, Invariance
 from .mhc_post import check_post
 from .mhc_pre import FEW_LAUNCHES, check_mix
 
@@ -47,5 +47,5 @@ mhc_head = define(
         lambda T, D, G, e=2: (T * e * (G + 1) * D + FLOAT32 * (G * G * D + G + 1 + D), 2 * T * G * G * D),
         sizes=CallSizes.of_streams,
     ),
-    invariant=Invariance(rows=("streams", "output", "post", "comb"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("streams", "output", "post", "comb"), on_cpu=AS_IT_IS, kernel=PINNED),
 )

@@ -43,5 +43,5 @@ mhc_post = define(
         lambda T, D, G, e=2: (T * (e * (2 * G + 1) * D + coefficients(G)), 0),
         sizes=CallSizes.of_streams,
     ),
-    invariant=Invariance(rows=("streams", "output", "post", "comb"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("streams", "output", "post", "comb"), elementwise=True, on_cpu=AS_IT_IS),
 )

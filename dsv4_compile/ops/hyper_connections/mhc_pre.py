@@ -12,7 +12,7 @@ from ...errors import check
 from ...reference.hyper_connections import mhc_pre as reference
 from ...selection.costs import FLOAT32, CallSizes, CostModel
 from ..common.define import Traced, define
-from ..common.invariance import AS_IT_IS, Invariance
+from ..common.invariance import AS_IT_IS, PINNED, Invariance
 from ..common.validate import FLOATS, expect, expect_dim
 
 FEW_LAUNCHES = "the kernel computes all coefficients in one launch or two"
@@ -97,5 +97,5 @@ mhc_pre = define(
         lambda T, D, G, e=2: (T * (e * (G + 1) * D + coefficients(G)) + mix(G, D), 2 * T * (G + 2) * G * G * D),
         sizes=CallSizes.of_streams,
     ),
-    invariant=Invariance(rows=("streams",), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("streams",), on_cpu=AS_IT_IS, kernel=PINNED),
 )

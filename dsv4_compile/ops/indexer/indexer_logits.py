@@ -148,7 +148,9 @@ indexer_logits_topk = define(
         added=query_costs,
         operands="e4m3",
     ),
-    invariant=Invariance(rows=("q", "q_scale", "weights", "token_to_req", "context_lens"), on_cpu=AS_IT_IS),
+    invariant=Invariance(
+        rows=("q", "q_scale", "weights", "token_to_req", "context_lens"), on_cpu=AS_IT_IS, kernel=AS_IT_IS
+    ),
 )
 indexer_logits_topk_ragged = define(
     "indexer_logits_topk_ragged",

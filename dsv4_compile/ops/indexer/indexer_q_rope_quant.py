@@ -87,5 +87,5 @@ indexer_q_rope_quant = define(
         sizes=lambda call: call.of_heads("q") | call.rope,
         added=query_costs,
     ),
-    invariant=Invariance(rows=("q", "positions", "weights"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("q", "positions", "weights"), on_cpu=AS_IT_IS, kernel=AS_IT_IS),
 )

@@ -49,6 +49,8 @@ indexer_topk_slots = define(
         operands="e4m3",
     ),
     invariant=Invariance(
-        rows=("q", "q_scale", "weights", "token_to_req", "context_lens", "is_valid_token"), on_cpu=AS_IT_IS
+        rows=("q", "q_scale", "weights", "token_to_req", "context_lens", "is_valid_token"),
+        on_cpu=AS_IT_IS,
+        kernel=AS_IT_IS,
     ),
 )

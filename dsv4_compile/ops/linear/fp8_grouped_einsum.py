@@ -14,7 +14,7 @@ from ...reference.common.block_scale import new_rows
 from ...reference.linear import fp8_grouped_einsum as reference
 from ...selection.costs import FLOAT32, FP8, CostModel, act_tiles, weight_tiles
 from ..common.define import define
-from ..common.invariance import ALONE, Invariance
+from ..common.invariance import ALONE, PINNED, Invariance
 from ..common.validate import E4M3, describe, expect, expect_dim, expect_weight_scale
 
 
@@ -55,7 +55,7 @@ fp8_grouped_einsum = define(
         sizes=lambda call: call.of_product("a", "b", "b_scale"),
         operands="e4m3",
     ),
-    invariant=Invariance(rows=("a", "a_scale"), on_cpu=ALONE),
+    invariant=Invariance(rows=("a", "a_scale"), on_cpu=ALONE, kernel=PINNED),
 )
 
 
@@ -87,4 +87,5 @@ fp8_grouped_einsum_quant = define(
         sizes=lambda call: call.of_product("a", "b", "b_scale"),
         operands="e4m3",
     ),
+    invariant=Invariance(rows=("a", "a_scale"), kernel=PINNED),
 )

@@ -13,7 +13,7 @@ from ...reference.linear import fp8_linear as reference
 from ...selection import costs
 from ...selection.costs import CallSizes, Cost, CostModel, weight_tiles
 from ..common.define import define
-from ..common.invariance import AS_IT_IS, Invariance
+from ..common.invariance import AS_IT_IS, PINNED, Invariance
 from ..common.validate import E4M3, FLOATS, describe, expect, expect_dim, expect_weight_scale
 
 
@@ -61,5 +61,5 @@ fp8_linear = define(
         added=_cost_beside,
         operands="e4m3",
     ),
-    invariant=Invariance(rows=("x",), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("x",), on_cpu=AS_IT_IS, kernel=PINNED),
 )

@@ -12,7 +12,7 @@ from ...errors import fail
 from ...reference.linear import grouped_linear as reference
 from ...selection.costs import FLOAT32, CallSizes, Cost, CostModel
 from ..common.define import define
-from ..common.invariance import AS_IT_IS, Invariance
+from ..common.invariance import AS_IT_IS, PINNED, Invariance
 from ..common.validate import FLOATS, describe, expect, expect_dim
 
 
@@ -55,5 +55,5 @@ grouped_linear = define(
         sizes=lambda call: call.of_product("x", "weight"),
         added=_cost_of_float32,
     ),
-    invariant=Invariance(rows=("x",), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("x",), on_cpu=AS_IT_IS, kernel=PINNED),
 )

@@ -21,7 +21,7 @@ from ...reference.moe.expert_weights import (
 from ...reference.moe.moe_experts import ExpertsArguments
 from ...selection.costs import FLOAT32, INT32, CallSizes, Cost, CostModel, smaller
 from ..common.define import define
-from ..common.invariance import AS_IT_IS, Invariance
+from ..common.invariance import AS_IT_IS, PINNED, Invariance
 from ..common.validate import E4M3, FLOATS, INTS, describe, expect, expect_dim
 
 _OP = "moe_experts"
@@ -120,5 +120,5 @@ moe_experts = define(
         sizes=_sizes,
         added=_cost_of_shared_expert,
     ),
-    invariant=Invariance(rows=("x", "ids", "weights"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("x", "ids", "weights"), on_cpu=AS_IT_IS, kernel=PINNED),
 )

@@ -87,7 +87,7 @@ moe_route = define(
         sizes=lambda call: call.of_rows("x") | {"N": call.dims("gate")[0], "K": int(call.arguments["top_k"])},
         added=_cost_of_options,
     ),
-    invariant=Invariance(rows=("x", "token_ids"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("x", "token_ids"), on_cpu=AS_IT_IS, kernel=AS_IT_IS),
 )
 
 

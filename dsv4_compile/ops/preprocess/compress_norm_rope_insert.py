@@ -75,5 +75,7 @@ compress_norm_rope_insert = define(
             call, call.dims("positions")[0], call.dims("state_cache")[-1], "norm_weight", "cache_format"
         ),
     ),
-    invariant=Invariance(rows=("state_slot_mapping", "token_to_req", "positions", "slot_mapping"), on_cpu=AS_IT_IS),
+    invariant=Invariance(
+        rows=("state_slot_mapping", "token_to_req", "positions", "slot_mapping"), on_cpu=AS_IT_IS, kernel=AS_IT_IS
+    ),
 )

@@ -41,5 +41,5 @@ fused_q_kv_rmsnorm = define(
         lambda T, D, Q, e=2: (2 * T * e * (Q + D) + e * (Q + D), 0),
         sizes=lambda call: call.of_rows("kv") | {"Q": call.dims("qr")[-1]},
     ),
-    invariant=Invariance(rows=("qr", "kv"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("qr", "kv"), on_cpu=AS_IT_IS, kernel=AS_IT_IS),
 )

@@ -65,5 +65,5 @@ kv_rope_insert = define(
         lambda T, D, rope, row, e=2: (T * (angles(rope) + e * D + inserted(row)), 0),
         sizes=insert_sizes,
     ),
-    invariant=Invariance(rows=("kv", "slot_mapping", "positions"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("kv", "slot_mapping", "positions"), on_cpu=AS_IT_IS, kernel=AS_IT_IS),
 )

@@ -13,6 +13,7 @@ from ...reference.preprocess.preprocess_insert import PreprocessArguments, compr
 from ...selection import costs
 from ...selection.costs import FLOAT32, FP8, CallSizes, Cost, CostModel, act_tiles, angles, inserted
 from ..common.define import define
+from ..common.invariance import AS_IT_IS, Invariance
 from ..common.validate import FLOATS, INTS, expect, expect_dim, expect_indexer_format
 from .compress_norm_rope_insert import check_compress, pooled_sizes
 from .fused_q_kv_rmsnorm import check_norms
@@ -78,6 +79,22 @@ preprocess_insert = define(
         sizes=insert_sizes,
         added=_compressor_costs,
     ),
+    invariant=Invariance(
+        rows=(
+            "qr",
+            "kv",
+            "positions",
+            "token_to_req",
+            "window_slot_mapping",
+            "kv_score",
+            "state_slot_mapping",
+            "compressed_slot_mapping",
+            "indexer_kv_score",
+            "indexer_state_slot_mapping",
+            "indexer_slot_mapping",
+        ),
+        kernel=AS_IT_IS,
+    ),
 )
 preprocess_insert_quant = define(
     "preprocess_insert_quant",
@@ -94,5 +111,21 @@ preprocess_insert_quant = define(
         ),
         sizes=insert_sizes,
         added=_compressor_costs,
+    ),
+    invariant=Invariance(
+        rows=(
+            "qr",
+            "kv",
+            "positions",
+            "token_to_req",
+            "window_slot_mapping",
+            "kv_score",
+            "state_slot_mapping",
+            "compressed_slot_mapping",
+            "indexer_kv_score",
+            "indexer_state_slot_mapping",
+            "indexer_slot_mapping",
+        ),
+        kernel=AS_IT_IS,
     ),
 )

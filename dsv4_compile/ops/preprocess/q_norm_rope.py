@@ -10,7 +10,7 @@ from ...reference.preprocess import q_norm_rope as reference
 from ...reference.preprocess.q_norm_rope import QNormRopeKvInsertArguments
 from ...selection.costs import FP8, CallSizes, Cost, CostModel, angles, inserted
 from ..common.define import define
-from ..common.invariance import AS_IT_IS, Invariance
+from ..common.invariance import AS_IT_IS, PINNED, Invariance
 from ..common.validate import FLOATS, INTS, expect, expect_rope_table, expect_rows, expect_scale
 from .kv_rope_insert import check_kv_insert, insert_sizes
 
@@ -71,7 +71,7 @@ q_norm_rope = define(
         sizes=lambda call: call.of_heads("q") | call.rope,
         added=_padding_cost,
     ),
-    invariant=Invariance(rows=("q", "positions"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("q", "positions"), on_cpu=AS_IT_IS, kernel=PINNED),
 )
 q_norm_rope_kv_insert = define(
     "q_norm_rope_kv_insert",
@@ -88,5 +88,5 @@ q_norm_rope_kv_insert = define(
         sizes=lambda call: call.of_heads("q") | insert_sizes(call),
         added=_padding_cost,
     ),
-    invariant=Invariance(rows=("q", "kv", "slot_mapping", "positions"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("q", "kv", "slot_mapping", "positions"), on_cpu=AS_IT_IS, kernel=PINNED),
 )

@@ -52,5 +52,5 @@ save_partial_states = define(
         lambda T, width: (T * (2 * FLOAT32 * width + 2 * INT64), 0),
         sizes=lambda call: dict(zip(("T", "width"), call.dims("kv_score"), strict=True)),
     ),
-    invariant=Invariance(rows=("kv_score", "state_slot_mapping", "positions"), on_cpu=AS_IT_IS),
+    invariant=Invariance(rows=("kv_score", "state_slot_mapping", "positions"), on_cpu=AS_IT_IS, kernel=AS_IT_IS),
 )
