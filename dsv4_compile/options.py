@@ -109,7 +109,8 @@ OPTIONS: Mapping[str, Option] = {
         },
     ),
     "dsv4.buckets": Option(
-        "padding of a converted model's calls to a few sizes, see `runtime.token_buckets`; for `model.compile`",
+        "padding of a converted model's calls to a few sizes, see `runtime.token_buckets`; for `model.compile`, "
+        "since calls of wrappers, as `torch.compile(model)`, are traced with the sizes that they are made with",
         "auto",
         {
             "auto": 'with dsv4.cudagraph="full", whose captures serve all lengths then',

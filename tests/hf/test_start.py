@@ -20,6 +20,7 @@ from dsv4_compile.hf import start
 from dsv4_compile.hf.loading import load as load_module
 from dsv4_compile.hf.model.warm_up import compile_and_warm_up
 from dsv4_compile.hf.tiny import tiny_drafts, tiny_model
+from dsv4_compile.runtime import counting
 from dsv4_compile.runtime.start_times import start_line
 
 SIZES: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "device": "cpu"}
@@ -64,12 +65,18 @@ def test_a_model_that_load_warmed_up_compiles_nothing(folder: Path) -> None:
 def test_warm_up_covers_calls_with_drafts_and_without() -> None:
     torch.manual_seed(0)
     model = tiny_model(**ONE_LAYER)
-    hf.convert(model, max_batch_size=1, max_seq_len=64, drafts=tiny_drafts(model, "mtp", num_drafts=1))
+    drafts = tiny_drafts(model, "mtp", num_drafts=1)
+    hf.convert(model, max_batch_size=1, max_seq_len=64, max_step_tokens=40, drafts=drafts)
+    captured = {"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin", "dsv4.impl": "eager"}
     with torch.inference_mode():  # whatever the modes of its caller are
-        compile_and_warm_up(model, STRICT)
-    ids = torch.randint(1, 512, (1, 9))
-    options: dict[str, Any] = {"attention_mask": ids > 0, "max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(*(model.generate(ids, drafts=drafts, **options) for drafts in (None, False)))
+        compile_and_warm_up(model, {**STRICT, **captured})
+    with counting() as counts:
+        for columns in (9, 50, 41):
+            ids = torch.randint(1, 512, (1, columns))
+            options: dict[str, Any] = {"attention_mask": ids > 0, "max_new_tokens": 5, "do_sample": False}
+            assert torch.equal(*(model.generate(ids, drafts=drafts, **options) for drafts in (None, False)))
+            assert model.draft_statistics is None
+    assert counts.captures == counts.compiled == 0 and counts.replays > 20
 
 
 @pytest.mark.parametrize(

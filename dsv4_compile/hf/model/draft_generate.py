@@ -26,7 +26,7 @@ from .call_checks import held_by
 from .call_results import RECORDED
 from .draft_steps import PrefillStep, VerifyStep
 from .generate_call import current
-from .token_inputs import mark_dynamic_tokens
+from .token_inputs import mark_dynamic_tokens, tokens_after
 
 _log = logging.getLogger("dsv4_compile.hf")
 OPTION = "drafts"
@@ -213,9 +213,7 @@ class _Call:
         self.requests["limits"] = torch.full((rows,), self.limit, device=device)
         if rows > 1:
             self.requests = {name: _dynamic(tensor) for name, tensor in self.requests.items()}
-        source, caches = self.model.dsv4_drafts, held.draft_caches
-        if caches is None or getattr(caches, "settings", None) != getattr(source, "settings", None):
-            held.draft_caches = source.new_caches(held.paged.max_batch_size)
+        _allocate_draft_caches(held, self.model.dsv4_drafts)
         private = isinstance(handle, CacheHandle) and handle.holder is current()
         self.outlives = self.config.return_dict_in_generate or not private
 
@@ -266,7 +264,7 @@ class _Call:
             end = begin + size
             chunk = mark_dynamic_tokens(new[:, begin:end].clone(memory_format=torch.contiguous_format))
             keep = mark_dynamic_tokens(mask[:, begin:end].clone(memory_format=torch.contiguous_format))
-            following = new[:, end].clone() if end < new.shape[1] else last
+            following = tokens_after(new, mask, end) if end < new.shape[1] else last
             if following is not None and len(following) > 1:
                 following = _dynamic(following)
             options = {"input_ids": chunk, "attention_mask": keep, "following": following, **self.requests}
@@ -340,6 +338,29 @@ class _Call:
             new = self.ids[:, first - self.base : last - self.base]
             missing = torch.arange(first, last, device=device) >= torch.tensor(columns, device=device)[:, None]
             self._append(new, missing.long(), self.ids[:, -1].contiguous(), held.paged.max_step_tokens)
+
+
+def run_padding(model: Any, rows: int, columns: int, *, ends: bool, cache: Any) -> None:
+    """Run a prompt of padding alone with drafts, which writes no row of a cache; it `ends`, or more chunks follow.
+
+    Args:
+        cache: None for the model's.
+    """
+    model.dsv4_drafts.adopt()
+    _allocate_draft_caches(model.model.dsv4_cache if cache is None else cache, model.dsv4_drafts)
+    ids = torch.zeros(rows, columns, dtype=torch.int64, device=model.device)
+    values = {"numbers": ids.new_zeros(rows, 4, dtype=torch.float64)}
+    values |= {name: ids.new_zeros(rows) for name in ("seeds", "limits")}  # graphs guard that they are two tensors
+    following = None if ends else ids.new_zeros(rows)
+    tokens = {"input_ids": ids, "attention_mask": torch.zeros_like(ids), "following": following}
+    _steps_of(model).prefill(**tokens, **values, **({} if cache is None else {CACHE_NAME: cache}))
+
+
+def _allocate_draft_caches(held: Any, source: Any) -> None:
+    """Give a cache those of `source`, unless it has some of the same settings."""
+    caches = held.draft_caches
+    if caches is None or getattr(caches, "settings", None) != getattr(source, "settings", None):
+        held.draft_caches = source.new_caches(held.paged.max_batch_size)
 
 
 def _dynamic(tensor: Tensor) -> Tensor:

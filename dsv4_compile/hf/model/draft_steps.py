@@ -16,7 +16,8 @@ from ...runtime.drafting import NO_DRAFT, Verify, accept_and_draft
 from .begin_step import begin_step
 from .cache import PagedCache
 from .call_checks import EnteredOnHost
-from .token_inputs import kept
+from .token_buckets import BY_ROW
+from .token_inputs import kept, places_of
 
 _nn: Any = nn
 
@@ -38,10 +39,15 @@ class _Step(EnteredOnHost, _nn.Module):
         entered: tuple[Any, Callable[[], PagedCache]] = self.language_model.entered_model()
         return entered
 
-    def run(self, ids: Tensor, keep: Tensor, cache: PagedCache) -> tuple[Tensor, Tensor | None, AttentionMetadata]:
-        """Return hidden states `[B, S, hidden]`, taps and metadata of the columns in `keep`, neighbours in each row."""
+    def run(
+        self, ids: Tensor, keep: Tensor | None, cache: PagedCache, token_rows: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None, AttentionMetadata]:
+        """Return hidden states `[B, S, hidden]`, taps and metadata of the columns in `keep`, neighbours in each row.
+
+        With `token_rows`, the arguments of `PagedCache.begin_prompts`, in place of `keep`.
+        """
         stack, taps = self.language_model.model, self.language_model.dsv4_drafts.taps
-        metadata, repeats, shared = begin_step(stack, ids, keep, cache)
+        metadata, repeats, shared = begin_step(stack, ids, keep, cache, token_rows)
         if taps is None:
             return stack.run_layers(ids, metadata, cache.paged.layers, repeats, shared), None, metadata
         hidden, tapped = stack.run_layers(ids, metadata, cache.paged.layers, repeats, shared, taps=taps)
@@ -62,6 +68,7 @@ class PrefillStep(_Step):
         cache: PagedCache | None = None,
         *,
         past_key_values: PagedCache | None = None,
+        token_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Append `input_ids` `[B, S]` where `attention_mask` `[B, S]` is not 0.
 
@@ -69,6 +76,7 @@ class PrefillStep(_Step):
             following: int64 `[B]`, the token after the last column, in a chunk that is not the last; None in the last.
             numbers, seeds: how each row samples, see `accept_drafts`.
             limits: int64 `[B]`, most tokens of a row.
+            token_rows: int64 `[T]`, which `token_buckets` makes: ids and mask are `[1, T]`, tokens of those rows.
 
         Returns:
             The first new token of each row, int64 `[B]`, its drafts `[B, N]`, and their logits or None; after a chunk
@@ -77,27 +85,43 @@ class PrefillStep(_Step):
         held = past_key_values if cache is None else cache
         assert held is not None
         drafts = self.language_model.dsv4_drafts
-        rows, columns = input_ids.shape
+        rows, columns = limits.shape[0], input_ids.shape[1]
         keep = kept(attention_mask, columns)
         # Kernels that pool find a row's earlier tokens in the rows before: its tokens go to the last columns.
         padding = (~keep).sum(dim=1, keepdim=True)
-        places = torch.where(keep, padding + keep.cumsum(dim=1), (~keep).cumsum(dim=1)) - 1
+        places = places_of(keep, padding, first=token_rows is not None)
         ids = torch.empty_like(input_ids).scatter(1, places, input_ids)
-        keep = torch.arange(columns, device=ids.device) >= padding
-        hidden, taps, metadata = self.run(ids, keep, held)
+        row = column = torch.arange(columns, device=ids.device)
+        if token_rows is None:
+            hidden, taps, metadata = self.run(ids, column >= padding, held)
+            last = hidden[:, -1]
+        else:
+            hidden, taps, metadata = self.run(ids, None, held, (token_rows, keep[0]))
+            sequences = torch.arange(rows, device=ids.device)
+            ends = ((token_rows == sequences[:, None]) & keep).sum(dim=1).cumsum(0)
+            row = (column[:, None] >= ends).sum(dim=1).clamp_max(rows - 1)  # of each token, next to those of its row
+            last = hidden[0, (ends - 1).clamp_min(0)]
         lengths, caches = held.seq_lens[:rows].long(), held.draft_caches
         chosen = following
         if chosen is None:
             none = input_ids.new_empty((rows, 0))
-            logits = self.language_model.lm_head(hidden[:, -1])
-            chosen = torch.ops.dsv4.accept_drafts(logits, none, None, numbers, seeds, lengths - 1)[1][:, 0]
-        drafts.inject(taps, metadata, torch.cat((ids[:, 1:], chosen[:, None]), 1).flatten(), caches=caches)
+            logits = self.language_model.lm_head(last)
+            before = (lengths - 1).clamp_min(0)
+            chosen = torch.ops.dsv4.accept_drafts(logits, none, None, numbers, seeds, before)[1][:, 0]
+        if token_rows is None:
+            after = torch.cat((ids[:, 1:], chosen[:, None]), 1).flatten()
+        else:
+            after = torch.where(column + 1 == ends[row], chosen[row], ids[0].roll(-1))
+        drafts.inject(taps, metadata, after, caches=caches)
         if following is not None:
-            return chosen, None, None
+            return following, None, None
         fits = (lengths + drafts.num_drafts + 1 <= limits) & (chosen >= 0)
         anchors, lengths = torch.where(fits, chosen, NO_DRAFT), torch.where(fits, lengths, 0)
         proposed, logits = drafts.propose(anchors, lengths, numbers, seeds, caches=caches)
         return chosen, torch.where(fits[:, None], proposed, NO_DRAFT), logits
+
+
+setattr(PrefillStep, BY_ROW, frozenset({"following", "numbers", "seeds", "limits"}))
 
 
 class VerifyStep(_Step):

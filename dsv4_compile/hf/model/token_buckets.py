@@ -8,7 +8,7 @@ of padding. Padding has no slot, so it changes no cache and no result.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,10 @@ from ...runtime.early_builds import also_for
 from .cache import CACHE_NAME, PagedCache
 from .call_results import RECORDED
 from .redundant_guards import GLOBAL_HOOKS, HOOKS, OWN
-from .token_inputs import kept, mark_dynamic_tokens
+from .token_inputs import kept, mark_dynamic_tokens, tokens_after
 
+BY_ROW = "dsv4_arguments_by_row"
+"""Attribute of a step of prompts with drafts: its arguments that have a value for each row."""
 COMPILED_AS = "dsv4_compiled_as"
 """Attribute of a module that was compiled in place: a `CompiledAs`."""
 _TAKEN = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"})
@@ -80,6 +82,7 @@ def is_hooked(modules: Iterable[nn.Module]) -> bool:
 def why_exact(module: Any, config: Any, arguments: Mapping[str, Any]) -> str:
     """Return why a call of `module` runs in the size that it was made with, or "" if it can run in buckets."""
     others = {name for name, value in arguments.items() if value is not None and value is not False} - _TAKEN
+    others -= getattr(module, BY_ROW, frozenset())
     if others:
         return f"with {', '.join(sorted(others))}"
     if any(arguments.get(name, getattr(config, name, False)) for name in RECORDED):
@@ -104,6 +107,15 @@ class _Step(NamedTuple):
     sizes: tuple[int, ...]
     """Rows that the forward takes, and all numbers of rows that such calls are padded to."""
 
+    def run(self, forward: Callable[..., Any]) -> Any:
+        """Run the forward of one step."""
+        token = in_bucket.set(self.captured)
+        try:
+            with also_for(self.tokens, self.sizes):
+                return forward(**self.arguments)
+        finally:
+            in_bucket.reset(token)
+
 
 class Bucketed:
     """A call of a model in steps of captured sizes.
@@ -123,12 +135,7 @@ class Bucketed:
                 return self.run(forward)
         parts: list[Tensor] = []
         for step in self._steps:
-            token = in_bucket.set(step.captured)
-            try:
-                with also_for(step.tokens, step.sizes):
-                    result = forward(**step.arguments)
-            finally:
-                in_bucket.reset(token)
+            result = step.run(forward)
             rows, columns = step.shape
             if columns == 1 and rows == step.tokens:
                 return result  # a decode without padding
@@ -139,6 +146,20 @@ class Bucketed:
         return result
 
 
+class BucketedPrompt(Bucketed):
+    """Prompts of a step with drafts: the result of their last chunk, a value of each row or None."""
+
+    def __init__(self, rows: int, steps: list[_Step]) -> None:
+        super().__init__("", steps)
+        self._rows = rows
+
+    def run(self, forward: Callable[..., Any]) -> Any:
+        """Run the steps and return the results of the call's rows."""
+        with torch.inference_mode(False), torch.no_grad():
+            results = [step.run(forward) for step in self._steps][-1]
+        return tuple(None if value is None else value[: self._rows] for value in results)
+
+
 def bucketed_call(module: Any, arguments: Mapping[str, Any], cache: PagedCache) -> Bucketed:
     """Return the steps of a call of `module`, a language model or a decoder stack, with checked `arguments`."""
     ids, mask = arguments["input_ids"], arguments.get("attention_mask")
@@ -146,6 +167,9 @@ def bucketed_call(module: Any, arguments: Mapping[str, Any], cache: PagedCache) 
     whole = getattr(module, "lm_head", None) is not None
     given = {CACHE_NAME: cache}
     with torch.inference_mode(False):  # graphs guard whether their inputs were made in that mode
+        if by_row := getattr(module, BY_ROW, None):
+            values = {name: arguments.get(name) for name in by_row}
+            return BucketedPrompt(len(ids), _prompt_with_drafts(ids, mask, given, paged, values))
         if ids.shape[1] == 1:
             steps = [_decode(ids, mask, given, paged.max_batch_size)]
         else:
@@ -177,23 +201,12 @@ def _prompt(
 ) -> list[_Step]:
     """Return the steps of a prompt `[B, S]`."""
     (rows, columns), device = ids.shape, ids.device
-    keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else kept(mask, columns)
     most = chunk_tokens(paged.max_batch_size, paged.max_step_tokens)
-    sizes, few = token_buckets(most), few_logits(paged.max_batch_size, most)
-    width = chunk_columns(rows, most, paged.max_step_tokens)
+    few = few_logits(paged.max_batch_size, most)
     first = max(0, columns - logits_to_keep) if logits_to_keep else 0
     steps = []
-    for begin in range(0, columns, width):
-        end = min(begin + width, columns)
-        tokens = rows * (end - begin)
-        size = _fit(sizes, tokens)
-        end_pad = 0, size - tokens
-        arguments = {
-            "input_ids": mark_dynamic_tokens(pad(ids[:, begin:end].reshape(1, tokens).long(), end_pad)),
-            "attention_mask": mark_dynamic_tokens(pad(keep[:, begin:end].reshape(1, tokens), end_pad)),
-            "token_rows": mark_dynamic_tokens(torch.arange(size, device=device) // (end - begin)),
-            **given,
-        }
+    for begin, end, size, tokens in _chunks(ids, mask, paged):
+        arguments = {**tokens, **given}
         shown = min(end - begin, max(0, end - first))
         captured = True
         if whole:
@@ -204,8 +217,48 @@ def _prompt(
             arguments["logits_to_keep"] = mark_dynamic_tokens(pad(places, (0, logits - rows * shown)))
         else:
             shown = end - begin
-        steps.append(_Step(arguments, (rows, shown), captured, size, sizes))
+        steps.append(_Step(arguments, (rows, shown), captured, size, token_buckets(most)))
     return steps
+
+
+def _prompt_with_drafts(
+    ids: Tensor, mask: Tensor | None, given: dict[str, Any], paged: Any, values: dict[str, Tensor | None]
+) -> list[_Step]:
+    """Return the steps of a prompt `[B, S]` with drafts, each for as many rows as the cache has.
+
+    Args:
+        values: a tensor `[B, ...]` by name, among them "following", the tokens after the prompt, or None.
+    """
+    (rows, columns), more = ids.shape, paged.max_batch_size - ids.shape[0]
+    sizes = token_buckets(chunk_tokens(paged.max_batch_size, paged.max_step_tokens))
+    steps = []
+    for _, end, size, tokens in _chunks(ids, mask, paged):
+        by_row = {**values, "following": tokens_after(ids, mask, end)} if end < columns else values
+        padded = {
+            name: value if value is None else pad(value, (0, 0) * (value.dim() - 1) + (0, more))
+            for name, value in by_row.items()
+        }
+        steps.append(_Step({**tokens, **padded, **given}, (rows, 0), True, size, sizes))
+    return steps
+
+
+def _chunks(ids: Tensor, mask: Tensor | None, paged: Any) -> Iterator[tuple[int, int, int, dict[str, Tensor]]]:
+    """Yield first and last column, bucket, and tokens as arguments of a forward, of each step of a prompt `[B, S]`."""
+    (rows, columns), device = ids.shape, ids.device
+    keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else kept(mask, columns)
+    most = chunk_tokens(paged.max_batch_size, paged.max_step_tokens)
+    width = chunk_columns(rows, most, paged.max_step_tokens)
+    for begin in range(0, columns, width):
+        end = min(begin + width, columns)
+        tokens = rows * (end - begin)
+        size = _fit(token_buckets(most), tokens)
+        end_pad = 0, size - tokens
+        arguments = {
+            "input_ids": pad(ids[:, begin:end].reshape(1, tokens).long(), end_pad),
+            "attention_mask": pad(keep[:, begin:end].reshape(1, tokens), end_pad),
+            "token_rows": torch.arange(size, device=device) // (end - begin),
+        }
+        yield begin, end, size, {name: mark_dynamic_tokens(tensor) for name, tensor in arguments.items()}
 
 
 def few_logits(max_batch_size: int, most: int) -> int:

@@ -46,6 +46,14 @@ def kept(mask: Tensor, columns: int) -> Tensor:
     return mask[:, mask.shape[1] - columns :] != 0
 
 
+def tokens_after(ids: Tensor, mask: Tensor | None, column: int) -> Tensor:
+    """Return the first token of each row of `[B, S]` from a column on that the mask `[B, >= S]` keeps, int64 `[B]`."""
+    if mask is None:
+        return ids[:, column].long()
+    first = kept(mask, ids.shape[1])[:, column:].int().argmax(dim=1)
+    return ids[:, column:].gather(1, first[:, None])[:, 0].long()
+
+
 def places_of(keep: Tensor, padding: Tensor, *, first: bool) -> Tensor:
     """Return the column int64 `[B, S]` that each column moves to, so that the tokens of a row are neighbours.
 

@@ -16,13 +16,13 @@ from ...errors import check, fail
 from ...ops.common.define import OPS
 from ...options import Options
 from ...runtime.backends import shared_graphs
-from ...runtime.bucket_sizes import chunk_tokens, request_buckets, token_buckets
+from ...runtime.bucket_sizes import chunk_columns, chunk_tokens, prompt_steps, request_buckets, token_buckets
 from ...runtime.compiled import counting
 from ...runtime.start_times import count, spending, spent, start_line, start_table
 from ...runtime.warmup import warming_up
 from .cache import CACHE_NAME, PagedCache
 from .causal_lm import CompilableForCausalLM
-from .draft_generate import OPTION
+from .draft_generate import OPTION, run_padding
 from .token_buckets import COMPILED_AS, SHORT, CompiledAs
 from .token_inputs import refuse_autocast
 
@@ -73,7 +73,8 @@ def warm_up(model: Any, *, cache: PagedCache | None = None) -> WarmUp:
 
     With buckets (`dsv4.buckets`) that is one graph for prompts of all batches and lengths, one for decodes of one row
     and one for several, and a capture for each size; without, the graphs that `generate` uses, for one row and for
-    several. Prompts of more than 512 tokens that keep more than 64 rows of logits run compiled, without a capture.
+    several. Drafts add the same for their steps: prompts of all sizes, and a capture for each batch that is verified.
+    Prompts of more than 512 tokens that keep more than 64 rows of logits run compiled, without a capture.
 
     The caches' bytes stay as they are; handles of earlier calls become stale. With `dsv4.strict="after_warmup"` the
     warm-up of the process ends with it. Logs the seconds of the start. Raises E208 for a model that is not compiled in
@@ -99,7 +100,9 @@ def warm_up(model: Any, *, cache: PagedCache | None = None) -> WarmUp:
         prompts = token_buckets(chunk_tokens(paged.max_batch_size, paged.max_step_tokens))
         batches = request_buckets(paged.max_batch_size)
         calls = _sizes(prompts, batches, paged.max_step_tokens)
-    if drafted:
+        if drafted:
+            calls += _sizes_with_drafts(prompts, batches, paged)
+    elif drafted:
         calls += _kinds(paged, True)
     before = spent()
     # Whatever the caller's modes are: graphs guard that of inference, and calls leave it.
@@ -164,18 +167,25 @@ def why_no_compiler() -> str:
 
 
 class _Call(NamedTuple):
-    """A call of a warm-up: `logits` rows of a forward, or with None `generate`, with `drafts` as its argument."""
+    """A call of a warm-up: a forward that keeps `logits`, or with None `generate`, with `drafts` as its argument.
+
+    A forward with drafts is a prompt that `ends`, or a chunk of one.
+    """
 
     rows: int
     columns: int
     logits: int | None = None
     drafts: bool | None = None
+    ends: bool = True
 
     def run(self, model: Any, cache: PagedCache | None) -> None:
         """Run padding alone, which writes no row of a cache; `generate` runs after a prompt of zeros."""
         ids = torch.zeros(self.rows, self.columns, dtype=torch.int64, device=model.device)
         more = {} if cache is None else {CACHE_NAME: cache}
         try:
+            if self.logits is not None and self.drafts:
+                run_padding(model, self.rows, self.columns, ends=self.ends, cache=cache)
+                return
             if self.logits is not None:
                 model(ids, attention_mask=torch.zeros_like(ids), logits_to_keep=self.logits, **more)
                 return
@@ -195,6 +205,16 @@ def _sizes(prompts: tuple[int, ...], batches: tuple[int, ...], step_tokens: int)
         if tokens <= SHORT:
             calls.append(_Call(rows, max(2, tokens // rows), 0))
     return calls + [_Call(rows, 1, 1) for rows in reversed(batches)]
+
+
+def _sizes_with_drafts(prompts: tuple[int, ...], batches: tuple[int, ...], paged: Any) -> list[_Call]:
+    """Return calls with drafts of all sizes of prompts, of chunks that others follow, and of batches."""
+    step, most = paged.max_step_tokens, prompts[-1]
+    calls = [_Call(rows := -(-tokens // step), tokens // rows, 0, True) for tokens in reversed(prompts)]
+    widths = {rows: chunk_columns(rows, most, step) for rows in batches}
+    chunks = {prompt_steps(rows, width, most, step): (rows, width) for rows, width in widths.items()}
+    calls += [_Call(rows, width, 0, True, ends=False) for rows, width in chunks.values() if width < paged.max_seq_len]
+    return calls + [_Call(rows, min(2, step), drafts=True) for rows in reversed(batches)]
 
 
 def _kinds(paged: Any, drafts: bool | None) -> list[_Call]:
