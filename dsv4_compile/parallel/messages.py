@@ -99,6 +99,17 @@ class Messages:
         except RuntimeError as fault:
             self.processes.fail(fault)
 
+    def await_all(self, keys: Mapping[int, str], seconds: float) -> None:
+        """Wait until each rank in `keys` has written under its key or has ended, for so many seconds at most."""
+        deadline = time.monotonic() + seconds
+        missing = dict(keys)
+        with suppress(RuntimeError):
+            while missing and time.monotonic() < deadline:
+                missing = {rank: key for rank, key in missing.items() if not self._store.check([key])}
+                for rank in self.processes.gone():
+                    missing.pop(rank, None)
+                time.sleep(_LONGEST_PAUSE if missing else 0.0)
+
     def look(self, ranks: Collection[int], seconds: float = 0.0) -> None:
         """Raise E703 if one of `ranks` will not come; this rank has waited for `seconds`."""
         lookout = self.processes.lookout
@@ -108,8 +119,12 @@ class Messages:
         absent = {rank: why for rank, why in absent.items() if rank in ranks}
         if absent:
             self.fail(absent | self._left())
+        self.check_left()
+
+    def look_again(self, ranks: Collection[int]) -> None:
+        """Look at `ranks` if the last look is some time ago: a look costs a round trip."""
         if time.monotonic() - self._checked > LOOK / 10:
-            self.check_left()
+            self.look(ranks)
 
     def check_left(self, cause: BaseException | None = None) -> None:
         """Raise E703 if another rank has called `leave`. Costs one round trip."""

@@ -7,35 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from dsv4_compile import hf
 from dsv4_compile.errors import DSV4Error
 from dsv4_compile.hf.tiny import quiet_libraries, tiny_drafts, tiny_model
 from tests.hf.serving import BAD_TOKEN, SAMPLED, alone, damaged, prompt
 from tests.hf.small import LAYERS
-from tests.support.draft_sources import Arbitrary, Biased, Source
+from tests.support.draft_sources import Arbitrary, Biased, Known, Source
 
 SIZES: dict[str, Any] = {"slots": 3, "prefill_chunk": 48}
-VOCAB = 512
-
-
-class Known(Source):
-    """Drafts of texts by length and last token, some of them wrong."""
-
-    def __init__(self, texts: list[list[int]]) -> None:
-        super().__init__()
-        self.table = torch.zeros(256, VOCAB, self.num_drafts, dtype=torch.int64)
-        for text in texts:
-            for length in range(1, len(text)):
-                following = text[length + 1 : length + 1 + self.num_drafts]
-                self.table[length, text[length], : len(following)] = torch.tensor(following)
-
-    def drafts(self, anchors: Tensor, lengths: Tensor) -> Tensor:
-        right = self.table[lengths.clamp(max=255), anchors.clamp(min=0)]
-        column = torch.arange(self.num_drafts)
-        return torch.where(column < (lengths * 5 % 6)[:, None], right, (right + 1) % VOCAB)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import os
 import signal
 import threading
@@ -22,6 +23,7 @@ from dsv4_compile.parallel.collectives import first_object
 from tests.hf.serving import SAMPLED, prompt
 from tests.parallel.checks import MODEL, SIZES, divided, fails, generated, tokens, whole
 from tests.parallel.draft_checks import KINDS, drafting
+from tests.support.draft_sources import Known
 
 BATCH: dict[str, Any] = {"slots": 3, "prefill_chunk": 32}
 LENGTHS = 5, 1, 70, 20, 3, 40, 9, 33
@@ -94,6 +96,18 @@ def requests_with_drafts_get_their_text_on_all_ranks(mesh: Any) -> None:
         assert [greedy, other, last] == [want[7], want[1], want[4]] and sampled != want[3]
         assert lead(mesh, partial(drafted, which=[3]), drafting(mesh, kind), graphs="standin") == [sampled]
     assert lead(mesh, partial(texts, which=[3]), drafting(mesh, "mtp"), drafts=False) == [want[3]]
+
+    def accepted(batch: Any) -> list[Any]:
+        return [texts(batch), batch.draft_statistics.tokens_per_step]
+
+    model = divided(mesh)
+    try:
+        model.__dict__["dsv4_drafts"] = Known([prompt(n, n) + text for n, text in zip(LENGTHS, want, strict=True)])
+        got, tokens_per_step = lead(mesh, accepted)
+    finally:
+        model.__dict__["dsv4_drafts"] = None
+    assert [text for i, text in enumerate(got) if i % 3] == [text for i, text in enumerate(want) if i % 3]
+    assert tokens_per_step > 1.5
 
 
 def callers_on_rank_0_stream_cancel_and_fail_alone(mesh: Any) -> None:
@@ -178,6 +192,13 @@ def a_batch_is_led_by_rank_0_alone(mesh: Any) -> None:
             batch.serve()
     except KeyError:
         assert mesh.get_rank() == 0 and batch.idle
+    batch = hf.RunningBatch(model, **BATCH)
+    if mesh.get_rank() == 0:
+        list(batch.submit(prompt(9), max_new_tokens=2))
+        del batch, request, waiting  # nobody closes it
+        gc.collect()
+    else:
+        batch.serve()
     unsplit = hf.RunningBatch(whole(), slots=1)
     refused(unsplit.serve, "whole model")
     with unsplit:

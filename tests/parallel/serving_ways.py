@@ -15,7 +15,7 @@ from tests.parallel.ways import Me, divide, kill, linger, model_of, stop
 
 
 def in_batch(act: Callable[[], object], at: int = 2) -> Callable[[Me], None]:
-    """Return a scenario: the odd rank acts in forward `at` of a batch, or before it follows, for 0."""
+    """Return a scenario: the odd rank acts in forward `at` of a batch, or before it leads or follows, for 0."""
 
     def way(me: Me) -> None:
         batch = hf.RunningBatch(model_of(me.mesh), slots=2, prefill_chunk=16)
@@ -113,6 +113,14 @@ IN_BATCH: dict[str, tuple[Callable[[Me], object], tuple[str, ...]]] = {
     "closes a batch that it does not lead": (leaves_batch, ("has left its RunningBatch",)),
     "waits in a barrier for the end of a batch": (in_batch(barrier_of_all, 0), ("E702", "call = ", "on rank 0")),
     "is in a barrier while others follow": (catches(leads_and_forgets), ("[E702] calls", "RunningBatch")),
+    "rank 0 is killed in a step of a batch": (in_batch(kill), ("ended",)),
+    "rank 0 is killed before a step of a batch": (in_batch(kill, 0), ("ended",)),
+    "rank 0 is stopped in a step of a batch": (in_batch(stop), ("is stopped",)),
+    "rank 0 is interrupted in a step of a batch, and lives on": (
+        catches(in_batch(interrupt)),
+        ("raised KeyboardInterrupt",),
+    ),
+    "rank 0 raises in a step of a batch, and lives on": (catches(in_batch(divide)), ("raised ZeroDivisionError",)),
     "chooses other tokens in a batch": (other_tokens, ("[E702] steps of a RunningBatch", "checksum of tokens")),
 }
 """By scenario, the end of one rank, and texts of E703 on every other, or of E702 if it is one of them."""

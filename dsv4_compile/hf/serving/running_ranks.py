@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from torch import nn
+
 from ...errors import DSV4Error, check, error, fail
 from ...parallel import Ranks, agreement, split_of, watchdog
 from ...parallel.fake_group import is_fake
@@ -27,6 +29,8 @@ from .requests import Progress
 from .sampling import RequestSampling
 
 _CALL = "RunningBatch"
+_SHORT = 0.2
+"""Seconds for an answer of ranks that may not follow."""
 _FOLLOW = "call batch.serve() on all ranks but rank 0"
 _log = logging.getLogger("dsv4_compile.hf")
 _numbers = itertools.count()
@@ -129,7 +133,7 @@ class RunningRanks:
         processes = self.in_step.processes
         if processes.followed not in (None, self):
             fail("E208", got="a step while the other ranks follow another RunningBatch", fix="close that one first")
-        self._messages.look(self._others())
+        self._messages.look_again(self._others())
         self._number += 1
         processes.followed, self.pending = self, True
         joins = [record_of(progress) for progress in joining]
@@ -163,7 +167,7 @@ class RunningRanks:
             before = self._number - 1  # all have read its plan: they ran it, or said that they cannot
             self._messages.delete(f"plan/{before}")
             self._messages.delete(f"go/{before}")
-            self._messages.check_left()
+            self._messages.look(self._others())
 
     def finish_step(self, tokens: Sequence[Sequence[int]]) -> None:
         """End a step that gave each slot `tokens`."""
@@ -176,6 +180,7 @@ class RunningRanks:
         self._number += 1
         if "end" in plan:
             self.closed = True
+            self._messages.post(f"end/{self.ranks.rank}", "read")
             if plan["end"]:
                 self._messages.fail({0: plan["end"]})
             return None
@@ -266,6 +271,9 @@ class RunningRanks:
             if self.pending:
                 self._messages.post(f"go/{self._number}", why or "closed")
             self._messages.post(f"plan/{self._number + 1}", {"end": why})
+            # The store may end with this process, which may end next.
+            patience = watchdog.PATIENCE if self._number and not self.pending else _SHORT
+            self._messages.await_all({rank: f"end/{rank}" for rank in self._others()}, patience)
         else:
             self._messages.leave(why or "has left its RunningBatch")
         self.pending = False
@@ -276,7 +284,7 @@ class RunningRanks:
         snapshot = self.model.model.dsv4_snapshot
         if self._bits is None or snapshot is not self._bits[0]:
             layout = self.model.dsv4_part[1]
-            models = [model for model in (self.model, self.model.dsv4_drafts) if model is not None]
+            models = [model for model in (self.model, self.model.dsv4_drafts) if isinstance(model, nn.Module)]
             named = [pair for model in models for pair in model.named_parameters()]
             shared = [tensor for name, tensor in named if split_of(name, layout) is None]
             self._bits = snapshot, agreement.digest(*shared)
