@@ -1,27 +1,32 @@
 """Paged caches of a layer, in a choice of formats, and of a whole model, with fixed block tables.
 
+A layer reads its window and its sources. Layers may share a source, which is allocated for its owner; of a ratio r,
+`sources.source_groups(r)` has the groups of caches, with a block table each.
+
 | tensor | rows | one page | block table |
 |---|---|---|---|
 | window | every token's KV, rotated | 64 tokens | window |
-| extra | compressed KV entries | 256 tokens = 64 (ratio 4) or 2 (ratio 128) entries | c4 / c128 |
-| state | compressor input of recent tokens, float32 | 4 (ratio 4) or 8 (ratio 128) tokens | c4_state / c128_state |
-| indexer | compressed indexer keys (ratio 4) | 256 tokens = 64 entries | indexer |
-| indexer_state | the indexer compressor's state (ratio 4) | 4 tokens | indexer_state |
+| entries | compressed KV entries | 256 tokens = 64 (ratio 4) or 2 (ratio 128) entries | entries_r |
+| states | compressor input of recent tokens, float32 | 4 (ratio 4) or 8 (ratio 128) tokens | states_r |
+| keys | compressed indexer keys, where an indexer selects | as entries | keys_r |
+| key_states | the indexer compressor's state | as states | key_states_r |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from . import _compat, layout
-from .config import CSA, DeepseekV4Config
+from .config import DeepseekV4Config
 from .errors import check, fail
 from .metadata.types import BlockTables
 from .sizes import check_memory, check_optional_size, check_size
+from .sources import TOPK, Group, groups_of, source_groups, window_group
 
 _ROW_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -116,28 +121,77 @@ def one_format(kv_cache_dtype: str | CacheFormat, cache_format: str | CacheForma
 
 
 @dataclass(slots=True)
-class LayerCache:
-    """Caches of one layer, None for a cache that its kind does not have. Ops mutate them in place.
+class SourceCache:
+    """Caches of a compressed source, None for those that it does not have. Ops mutate them in place.
 
-    `window` holds the keys and values of recent tokens, `extra` the compressed entries: the two caches of
-    `sparse_mla_decode`.
+    Attributes:
+        entries, states: of the owner's compressor. keys, key_states: of its indexer's.
+    """
+
+    entries: Tensor
+    states: Tensor | None = None
+    keys: Tensor | None = None
+    key_states: Tensor | None = None
+
+
+TENSORS_OF = attrgetter(*(field.name for field in fields(SourceCache)))
+"""Returns the tensors of a `SourceCache`, None for those that it does not have."""
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """Caches of one layer: the keys and values of recent tokens, and its compressed sources. Ops mutate them in place.
+
+    Layers that share a source have the same `SourceCache`.
     """
 
     window: Tensor
-    extra: Tensor | None = None
-    state: Tensor | None = None
-    indexer: Tensor | None = None
-    indexer_state: Tensor | None = None
+    sources: tuple[SourceCache, ...] = ()
+
+    def flat(self) -> list[Tensor | None]:
+        """Return all tensors in a fixed order, None for those that do not exist."""
+        flat: list[Tensor | None] = [self.window]
+        for source in self.sources:  # in a form that Dynamo traces
+            flat += [source.entries, source.states, source.keys, source.key_states]
+        return flat
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that exist, by name."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        named: dict[str, Tensor] = {"window": self.window}
+        for number, source in enumerate(self.sources):
+            prefix = f"sources.{number}." if number else ""
+            parts = ((part.name, getattr(source, part.name)) for part in fields(source))
+            named |= {f"{prefix}{role}": tensor for role, tensor in parts if tensor is not None}
+        return named
 
     @property
     def nbytes(self) -> int:
         """Bytes of storage, page padding included."""
-        return sum(t.untyped_storage().nbytes() for t in self.tensors().values())
+        return bytes_of([self])
+
+
+def bytes_of(layers: Iterable[LayerCache]) -> int:
+    """Return the bytes of storage of the caches of layers, page padding included; shared ones count once."""
+    held = {id(tensor): tensor for layer in layers for tensor in layer.tensors().values()}
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+
+
+def check_formats(config: DeepseekV4Config, layer_idx: int, cache_format: CacheFormat) -> None:
+    """Raise E205 if a byte format cannot hold vectors of the model's dims."""
+    check(
+        cache_format.kv != "fp8_ds_mla" or (config.head_dim, config.rope_dim) == (layout.HEAD_DIM, layout.ROPE_DIM),
+        "E205",
+        got=f"head_dim={config.head_dim}, rope_dim={config.rope_dim} with an fp8_ds_mla cache",
+        fix=f'use kv_cache_dtype="auto"; fp8_ds_mla rows hold {layout.NOPE_DIM} + {layout.ROPE_DIM} dims',
+    )
+    check(
+        all(source.selection != TOPK for source in config.sources(layer_idx))
+        or cache_format.indexer == "plain"
+        or config.index_head_dim == layout.INDEXER_HEAD_DIM,
+        "E205",
+        got=f"index_head_dim={config.index_head_dim} with an {cache_format.indexer} cache",
+        fix=f'use indexer_cache_dtype="bfloat16"; quantised indexer rows hold {layout.INDEXER_HEAD_DIM} dims',
+    )
 
 
 def allocate_layer_cache(
@@ -146,53 +200,41 @@ def allocate_layer_cache(
     cache_format: CacheFormat,
     num_blocks: Callable[[str], int],
     device: torch.device | str | None = None,
+    owned: Mapping[int, LayerCache] | None = None,
 ) -> LayerCache:
-    """Allocate the zeroed caches of one layer; `num_blocks(group)` returns the pages of a block-table group.
+    """Allocate the zeroed caches of one layer.
+
+    Args:
+        num_blocks: returns the pages of a block-table group, by its name.
+        owned: caches of the layers before, by index, with the sources that this layer does not own.
 
     Raises E205 if a byte format cannot hold vectors of the model's dims.
     """
-    check(
-        cache_format.kv != "fp8_ds_mla" or (config.head_dim, config.rope_dim) == (layout.HEAD_DIM, layout.ROPE_DIM),
-        "E205",
-        got=f"head_dim={config.head_dim}, rope_dim={config.rope_dim} with an fp8_ds_mla cache",
-        fix=f'use kv_cache_dtype="auto"; fp8_ds_mla rows hold {layout.NOPE_DIM} + {layout.ROPE_DIM} dims',
-    )
-    check(
-        config.kind(layer_idx) != CSA
-        or cache_format.indexer == "plain"
-        or config.index_head_dim == layout.INDEXER_HEAD_DIM,
-        "E205",
-        got=f"index_head_dim={config.index_head_dim} with an {cache_format.indexer} cache",
-        fix=f'use indexer_cache_dtype="bfloat16"; quantised indexer rows hold {layout.INDEXER_HEAD_DIM} dims',
-    )
+    check_formats(config, layer_idx, cache_format)
 
-    def kv(group: str, block_size: int) -> Tensor:
+    def cache(group: Group) -> Tensor:
+        blocks = num_blocks(group.name)
+        if group.role in ("states", "key_states"):
+            dim = config.head_dim if group.role == "states" else config.index_head_dim
+            rows = (blocks, group.page_rows, layout.state_width(group.ratio, dim))
+            return torch.zeros(rows, dtype=torch.float32, device=device)
+        keys = group.role == "keys"
         return layout.allocate_cache(
-            cache_format.kv, num_blocks(group), block_size, config.head_dim, dtype=cache_format.kv_dtype, device=device
+            cache_format.indexer if keys else cache_format.kv,
+            blocks,
+            group.page_rows,
+            config.index_head_dim if keys else config.head_dim,
+            dtype=cache_format.indexer_dtype if keys else cache_format.kv_dtype,
+            device=device,
         )
 
-    def state(group: str, ratio: int, head_dim: int) -> Tensor:
-        rows = (num_blocks(group), layout.state_block_size(ratio), layout.state_width(ratio, head_dim))
-        return torch.zeros(rows, dtype=torch.float32, device=device)
-
-    window = kv("window", layout.WINDOW_BLOCK)
-    ratio = config.ratio(layer_idx)
-    if ratio == 1:
-        return LayerCache(window)
-    group = f"c{ratio}"
-    extra = kv(group, layout.storage_block_size(ratio))
-    extra_state = state(f"{group}_state", ratio, config.head_dim)
-    if ratio != layout.CSA_RATIO:
-        return LayerCache(window, extra, extra_state)
-    indexer = layout.allocate_cache(
-        cache_format.indexer,
-        num_blocks("indexer"),
-        layout.storage_block_size(ratio),
-        config.index_head_dim,
-        dtype=cache_format.indexer_dtype,
-        device=device,
-    )
-    return LayerCache(window, extra, extra_state, indexer, state("indexer_state", ratio, config.index_head_dim))
+    sources = []
+    for number, source in enumerate(config.sources(layer_idx)):
+        if source.owner == layer_idx or owned is None:
+            sources.append(SourceCache(**{group.role: cache(group) for group in source_groups(source.ratio)}))
+        else:
+            sources.append(owned[source.owner].sources[number])
+    return LayerCache(cache(window_group()), tuple(sources))
 
 
 class PagedCaches:
@@ -243,15 +285,16 @@ class PagedCaches:
         self.max_seq_len = layout.align_up(check_size("max_seq_len", max_seq_len), layout.KV_BLOCK)
         step_tokens = check_optional_size("max_step_tokens", max_step_tokens)
         self.max_step_tokens = min(step_tokens or self.max_seq_len, self.max_seq_len)
-        self._pages = self._pages_per_request()
-        one = sum(layer.nbytes for layer in self._allocate(1, "meta"))
+        self._groups = groups_of(config.compressed_ratios)
+        self._pages = {group.name: self._pages_per_request(group) for group in self._groups}
+        one = bytes_of(self._allocate(1, "meta"))
         what = f"caches for {self.max_batch_size} sequences of {self.max_seq_len} tokens"
         check_memory(what, one * self.max_batch_size, device)
         self.layers = self._allocate(self.max_batch_size, device)
         for layer in self.layers:
             for tensor in layer.tensors().values():
                 _compat.mark_static(tensor)
-        self.block_tables = BlockTables(**{g: self._block_table(g, device) for g in self._pages})
+        self.block_tables = BlockTables.of({group.name: self._block_table(group, device) for group in self._groups})
 
     def _allocate(self, requests: int, device: torch.device | str | None) -> list[LayerCache]:
         """Return the zeroed caches of all layers for a number of requests."""
@@ -259,43 +302,28 @@ class PagedCaches:
         def pages(group: str) -> int:
             return requests * self._pages[group]
 
-        layers = range(self.config.num_layers)
-        return [allocate_layer_cache(self.config, i, self.cache_format, pages, device) for i in layers]
+        layers: dict[int, LayerCache] = {}
+        for i in range(self.config.num_layers):
+            layers[i] = allocate_layer_cache(self.config, i, self.cache_format, pages, device, layers)
+        return [*layers.values()]
 
-    def _pages_per_request(self) -> dict[str, int]:
-        """Return the pages of a request in each group: all of its blocks, or a ring that covers what a step reaches."""
+    def _pages_per_request(self, group: Group) -> int:
+        """Return the pages of a request: all of its blocks, or a ring that covers what a step reaches."""
+        if group.role in ("entries", "keys"):
+            return self.max_seq_len // group.page_tokens
+        pooled = layout.overlap_factor(group.ratio) * group.ratio
+        reach = self.config.sliding_window if group.role == "window" else pooled
+        # A step writes max_step_tokens rows and reads `reach - 1` older ones. At any offset they fit into a ring of
+        # that many rows, because the slot of a position is the position modulo the ring.
+        return layout.cdiv(min(reach - 1 + self.max_step_tokens, self.max_seq_len), group.page_tokens)
 
-        def ring(reach: int, block_size: int) -> int:
-            # A step writes max_step_tokens rows and reads `reach - 1` older ones. At any offset they fit into a ring of
-            # that many rows, because the slot of a position is the position modulo the ring.
-            return layout.cdiv(min(reach - 1 + self.max_step_tokens, self.max_seq_len), block_size)
-
-        pages = {"window": ring(self.config.sliding_window, layout.WINDOW_BLOCK)}
-        for ratio in self.config.compressed_ratios:
-            pooled = layout.overlap_factor(ratio) * ratio
-            names = [f"c{ratio}", "indexer"] if ratio == layout.CSA_RATIO else [f"c{ratio}"]
-            for name in names:
-                pages[name] = self.max_seq_len // layout.KV_BLOCK
-                pages["indexer_state" if name == "indexer" else f"{name}_state"] = ring(
-                    pooled, layout.state_block_size(ratio)
-                )
-        return pages
-
-    def _block_table(self, group: str, device: torch.device | str | None) -> Tensor:
+    def _block_table(self, group: Group, device: torch.device | str | None) -> Tensor:
         """Return int32 `[R, B]`: logical block i of request b is page b * pages + i % pages."""
-        ratio = {"c4": layout.CSA_RATIO, "indexer": layout.CSA_RATIO, "c128": layout.HCA_RATIO}
-        if group == "window":
-            tokens = layout.WINDOW_BLOCK
-        elif group in ratio:
-            tokens = layout.KV_BLOCK
-        else:
-            tokens = layout.state_block_size(layout.HCA_RATIO if group == "c128_state" else layout.CSA_RATIO)
-        blocks = layout.cdiv(self.max_seq_len, tokens)
-        pages = self._pages[group]
+        blocks, pages = layout.cdiv(self.max_seq_len, group.page_tokens), self._pages[group.name]
         first = torch.arange(self.max_batch_size, dtype=torch.int32)[:, None] * pages
         return (first + torch.arange(blocks, dtype=torch.int32)[None] % pages).contiguous().to(device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all caches."""
-        return sum(layer.nbytes for layer in self.layers)
+        return bytes_of(self.layers)

@@ -14,6 +14,7 @@ from .checkpoints.config_fields import ATTENTION, ROPE, check_attention, check_f
 from .checkpoints.json_text import read_json
 from .checkpoints.paths import shown
 from .errors import check, fail
+from .sources import SELECTIONS, WINDOW_ONLY, Source, source_ratios
 
 SWA, CSA, HCA = "swa", "csa", "hca"
 _KIND_OF_RATIO = {1: SWA, layout.CSA_RATIO: CSA, layout.HCA_RATIO: HCA}
@@ -58,6 +59,10 @@ class DeepseekV4Config:
 
     `compress_ratios` has one entry for each layer, and may have more for MTP layers: 1 for sliding window only (SWA; 0
     is accepted and stored as 1), 4 for compressed sparse (CSA), 128 for heavily compressed (HCA).
+
+    `source_layers` names, for each layer, the layer whose compressed entries it reads; empty where each layer has its
+    own. An owner comes before its readers and has their ratio. Readers have no compressor; their indexer scores the
+    owner's keys.
     """
 
     hidden_size: int = 4096
@@ -78,9 +83,10 @@ class DeepseekV4Config:
     compress_rope_theta: float = 160000.0
     yarn: Yarn | None = Yarn(factor=16.0, original_max_position=65536)
     max_position_embeddings: int = 1048576
+    source_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_attention({name: getattr(self, name) for name in self.__slots__})
+        check_attention({name: getattr(self, name) for name in self.__slots__ if name != "source_layers"})
         check(self.yarn is None or isinstance(self.yarn, Yarn), "E205", got=f"yarn={shown(self.yarn)}")
         object.__setattr__(self, "compress_ratios", tuple(max(1, int(r)) for r in self.compress_ratios))
         bad = sorted(set(self.compress_ratios) - set(_KIND_OF_RATIO))
@@ -91,6 +97,7 @@ class DeepseekV4Config:
             got=f"{len(self.compress_ratios)} compress_ratios for {self.num_layers} layers",
             fix="give one ratio for each layer",
         )
+        self._check_source_layers()
         check(
             self.num_heads % self.o_groups == 0,
             "E205",
@@ -103,6 +110,20 @@ class DeepseekV4Config:
             got=f"rope_dim={self.rope_dim}, head_dim={self.head_dim}, index_head_dim={self.index_head_dim}",
             fix="rope_dim must be even and fit into both head dims",
         )
+
+    def _check_source_layers(self) -> None:
+        owners, ratios = self.source_layers, self.compress_ratios
+        fine = isinstance(owners, (tuple, list)) and (not owners or len(owners) >= self.num_layers)
+        for layer, owner in enumerate(owners[: self.num_layers] if fine else ()):
+            known = type(owner) is int and 0 <= owner <= layer
+            fine = fine and known and owners[owner] == owner and ratios[owner] == ratios[layer]
+        check(
+            fine,
+            "E205",
+            got=f"source_layers={shown(owners)} with compress_ratios={ratios}",
+            rule="each layer names itself, or an earlier layer of its ratio that names itself",
+        )
+        object.__setattr__(self, "source_layers", tuple(owners))
 
     @classmethod
     def flash(cls) -> DeepseekV4Config:
@@ -144,6 +165,14 @@ class DeepseekV4Config:
         """Return the kind of a layer: `swa`, `csa` or `hca`."""
         return _KIND_OF_RATIO[self.ratio(layer_idx)]
 
+    def sources(self, layer_idx: int) -> tuple[Source, ...]:
+        """Return the compressed sources of a layer, none for sliding window only."""
+        ratio = self.ratio(layer_idx)
+        if ratio in WINDOW_ONLY:
+            return ()
+        owner = self.source_layers[layer_idx] if self.source_layers else layer_idx
+        return (Source(ratio, owner, SELECTIONS[ratio]),)
+
     def rope(self, ratio: int) -> Rope:
         """Return the RoPE parameters of a layer of this ratio: queries, window, compressed entries and indexer."""
         if ratio <= 1:
@@ -152,12 +181,12 @@ class DeepseekV4Config:
 
     def with_layers(self, *ratios: int) -> DeepseekV4Config:
         """Return this model with exactly these layers, for examples, tests and layer benchmarks."""
-        return replace(self, num_layers=len(ratios), compress_ratios=ratios)
+        return replace(self, num_layers=len(ratios), compress_ratios=ratios, source_layers=())
 
     @property
     def compressed_ratios(self) -> tuple[int, ...]:
-        """Ratios above 1 of the model's layers, ascending. They determine its block tables and metadata."""
-        return tuple(sorted(set(self.compress_ratios[: self.num_layers]) - {1}))
+        """Ratios of the sources of the model's layers, ascending. They determine its block tables and metadata."""
+        return tuple(source_ratios(self.compress_ratios[: self.num_layers]))
 
     @property
     def softmax_scale(self) -> float:

@@ -160,9 +160,14 @@ def state_width(ratio: int, head_dim: int) -> int:
     return 2 * overlap_factor(ratio) * head_dim
 
 
+def listed_width(ratio: int, max_model_len: int) -> int:
+    """Return the row width of buffers that list every entry. All users must call this, or writes run past rows."""
+    return align_up(cdiv(max_model_len, ratio), INDEX_ALIGN)
+
+
 def c128a_width(max_model_len: int) -> int:
-    """Return the row width of the C128A index buffers. All users must call this, or writes run past rows."""
-    return align_up(cdiv(max_model_len, HCA_RATIO), INDEX_ALIGN)
+    """Return the row width of the C128A index buffers."""
+    return listed_width(HCA_RATIO, max_model_len)
 
 
 def page_layout(fmt: str, head_dim: int) -> PageLayout | None:

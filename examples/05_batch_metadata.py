@@ -47,7 +47,7 @@ def random_tables(buffers: MetadataBuffers) -> BlockTables:
         columns = buffers.plan.sizes[f"{group}_blocks"]
         return torch.randperm(len(REQUESTS) * columns).view(len(REQUESTS), columns).int()
 
-    return BlockTables(**{group: table(group) for group in buffers.groups})
+    return BlockTables.of({group: table(group) for group in buffers.groups})
 
 
 def owners(table: torch.Tensor, block_size: int) -> dict[int, int]:
@@ -62,14 +62,14 @@ def owners(table: torch.Tensor, block_size: int) -> dict[int, int]:
 
 def choose_entries(metadata: AttentionMetadata) -> torch.Tensor:
     """Return int32 `[T, K]`: the entries that an indexer with random queries and keys selects for each token."""
-    c4, heads, dim = metadata.c4, 4, 32
-    pages = len(REQUESTS) * c4.indexer_block_table.shape[1]
+    source, heads, dim = metadata.sources[4], 4, 32
+    pages = len(REQUESTS) * source.indexer_block_table.shape[1]
     drift = torch.randn(heads, dim)  # similar queries, so that neighbouring tokens choose similar entries
     q = drift + 0.5 * torch.randn(BUCKET, heads, dim)
     keys = torch.randn(pages, layout.storage_block_size(4), dim)
     empty, weights = torch.zeros(BUCKET, heads, 0), torch.ones(BUCKET, heads)
     return torch.ops.dsv4.indexer_logits_topk(
-        q, empty, weights, keys, c4.indexer_block_table, metadata.token_to_req, c4.context_lens, keys.shape[1],
+        q, empty, weights, keys, source.indexer_block_table, metadata.token_to_req, source.context_lens, keys.shape[1],
         "plain", TOPK,
     )  # fmt: skip
 
@@ -165,15 +165,15 @@ def draw(metadata: AttentionMetadata, tables: BlockTables, path: str, descriptio
 
     csa, hca = swa.copy(), swa.copy()
     chosen, lens = torch.ops.dsv4.global_topk(
-        choose_entries(metadata), metadata.token_to_req, metadata.c4.block_table, metadata.is_valid_token,
+        choose_entries(metadata), metadata.token_to_req, metadata.sources[4].block_table, metadata.is_valid_token,
         layout.storage_block_size(4),
     )  # fmt: skip
-    entry_of = owners(tables.c4, layout.storage_block_size(4))
-    group_of = owners(tables.c128, layout.storage_block_size(128))
+    entry_of = owners(tables.sources[4].entries, layout.storage_block_size(4))
+    group_of = owners(tables.sources[128].entries, layout.storage_block_size(128))
     for row in range(BUCKET):
-        paint(csa, row, list(range(int(metadata.c4.context_lens[row]))), 4, NOT_CHOSEN)
+        paint(csa, row, list(range(int(metadata.sources[4].context_lens[row]))), 4, NOT_CHOSEN)
         paint(csa, row, [entry_of[slot] for slot in chosen[row, : lens[row]].tolist()], 4, ENTRY_COLOUR)
-        slots = metadata.c128.indices[row, : metadata.c128.lens[row]].tolist()
+        slots = metadata.sources[128].indices[row, : metadata.sources[128].lens[row]].tolist()
         paint(hca, row, [group_of[slot] for slot in slots], 128, ENTRY_COLOUR)
         for image in (csa, hca):
             paint(image, row, window[row], 1, WINDOW_COLOUR)
@@ -183,8 +183,8 @@ def draw(metadata: AttentionMetadata, tables: BlockTables, path: str, descriptio
     draw_rows(axes[0], swa, "window", f"every layer: the last {WINDOW} tokens")
     draw_rows(axes[1], csa, "ratio 4", f"and the {TOPK} entries of 4 tokens that the indexer chose")
     draw_rows(axes[2], hca, "ratio 128", "and every entry of 128 tokens")
-    mark_completed(axes[1], metadata.c4.slot_mapping, metadata.positions)
-    mark_completed(axes[2], metadata.c128.slot_mapping, metadata.positions)
+    mark_completed(axes[1], metadata.sources[4].slot_mapping, metadata.positions)
+    mark_completed(axes[2], metadata.sources[128].slot_mapping, metadata.positions)
     draw_labels(axes[0])
     for other in axes[1:3]:
         other.set_yticks([])
@@ -218,7 +218,7 @@ def main() -> None:
     lines = ["row  request  position  window slot  window  entries of 4  entries of 128"]
     for row in (0, 1, 2, 3, 4, 27, 28, 43, 44):
         what = (metadata.token_to_req, metadata.positions, metadata.window.slot_mapping, metadata.window.lens)
-        values = [int(x[row]) for x in (*what, metadata.c4.context_lens, metadata.c128.lens)]
+        values = [int(x[row]) for x in (*what, metadata.sources[4].context_lens, metadata.sources[128].lens)]
         note = "" if metadata.is_valid_token[row] else "   padding"
         lines.append("{:3}{:9}{:10}{:13}{:8}{:14}{:16}".format(row, *values) + note)
     print("\n".join(lines))

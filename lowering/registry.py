@@ -21,7 +21,7 @@ import torch
 from .._compat import OpOverload, fallback_handler, has_device_kernel, make_fallback, register_lowering
 from ..errors import CompileError, fail
 from ..ops.common import kernels
-from ..ops.common.arguments import packed
+from ..ops.common.arguments import packed, tensors_in
 from ..ops.common.define import EAGER, LOWERED, OPS, REFERENCES
 from ..ops.common.invariance import CLAIMS, STEP, TOKENS
 from ..ops.common.kernels import KERNELS, launch, refusal
@@ -118,7 +118,7 @@ def _launch(op: str) -> Callable[..., Any]:
     reference = REFERENCES[op]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        device = next(value.device for value in args if isinstance(value, torch.Tensor))
+        device = next(tensors_in(args)).device
         return launch(op, reference, None, device, args, kwargs)
 
     return run
@@ -235,7 +235,7 @@ def _measured(call: Call, impls: Sequence[str], within: float = math.inf) -> Map
 
     Of a dynamic dim counts the size it was traced with, if torch knows.
     """
-    shape = next(value.shape for value in call.arguments.values() if isinstance(value, torch.Tensor))
+    shape = next(tensors_in(call.arguments.values())).shape
     sizes = [size if isinstance(size, int) else size.node.hint for size in shape]
     if None in sizes:
         return None

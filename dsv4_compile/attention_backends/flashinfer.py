@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..errors import check
-from ..layout import CSA_RATIO
+from ..sources import TOPK
 from .group_metadata import DeepseekV4FlashMLAMetadataBuilder
 from .library import pad_heads, pad_sink
 from .protocol import AttentionBackend, SparseAttention
@@ -89,7 +89,7 @@ class FlashInferAttention(PerTensorScales):
     def mixed_indices(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return `sparse_indices` int32 `[Td + Tp, W + P]` and `sparse_topk_lens` int32 `[Td + Tp]`."""
         swa, extra, layer = inputs.metadata.swa, inputs.metadata.extra, self.layer
-        local = extra is not None and layer.ratio == CSA_RATIO
+        local = extra is not None and layer.selection == TOPK
         prefill = prefill_topk(layer, inputs) if swa.num_prefill_tokens > 0 else None
         decode = decode_lens = None
         if extra is not None and swa.num_decode_tokens > 0:

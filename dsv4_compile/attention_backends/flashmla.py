@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
-from ..layout import CSA_RATIO, FP8_DS_MLA
+from ..layout import FP8_DS_MLA
+from ..sources import TOPK
 from .group_metadata import DeepseekV4FlashMLAMetadataBuilder
 from .library import pad_heads, pad_rows, pad_sink
 from .protocol import AttentionBackend, SparseAttention
@@ -73,7 +74,7 @@ class FlashMLAAttention(WorkspacePrefill):
         swa, extra = inputs.metadata.swa, inputs.metadata.extra
         if extra is None:
             return None, None
-        if self.layer.ratio != CSA_RATIO:
+        if self.layer.selection != TOPK:
             return extra.c128a_global_decode_topk_indices.flatten(1), extra.c128a_decode_topk_lens
         assert inputs.topk_indices is not None
         decodes = decode_tokens(swa)

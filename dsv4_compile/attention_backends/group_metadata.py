@@ -2,9 +2,9 @@
 
 An engine calls one builder for each cache group, with that group's block table and slots. All builders split the batch
 by the same threshold, so that their decodes agree, and fill the buffers declared in `metadata.BUFFERS`; builders that
-get the same `MetadataBuffers` use its memory. A build is one launch, or two if a batch with prefills has layers of
-ratio 128. If the block tables of all groups are in persistent buffers, `step_metadata.DeepseekV4StepBuilder` fills the
-buffers of all groups in one launch.
+get the same `MetadataBuffers` use its memory. A build is one launch, or two if a batch with prefills has layers that
+attend every entry. `step_metadata.DeepseekV4StepBuilder` fills the buffers of all groups in one launch, if their block
+tables are in persistent buffers.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
 from ..errors import check
-from ..layout import HCA_RATIO, KV_BLOCK, PAD_INDEX, WINDOW_BLOCK, cdiv, state_block_size
+from ..layout import KV_BLOCK, PAD_INDEX, cdiv
 from ..metadata import BatchSplit, MetadataBuffers, plan_buffers
-from ..ops.metadata.batch_metadata import GROUPS, TOKENS
+from ..metadata.fill import arguments_of, names_of
+from ..sources import WINDOW_ONLY, Group, source_groups
 from .types import CommonAttentionMetadata, CudaGraphSupport
 
 Builder = TypeVar("Builder", bound="GroupBuilder[Any]")
@@ -40,8 +41,10 @@ class GroupBuilder(ABC, Generic[Metadata]):
     """
 
     cudagraph_support: ClassVar[CudaGraphSupport] = CudaGraphSupport.UNIFORM_BATCH
-    outputs: ClassVar[tuple[str, ...]] = ()
-    """Buffers to fill in addition to those that belong to the block table."""
+    role: ClassVar[str]
+    """Role of the group, see `sources.Group`."""
+    counts_entries: ClassVar[bool] = False
+    """Whether the entries that a token may attend are counted."""
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class GroupBuilder(ABC, Generic[Metadata]):
         device: torch.device | str | None = None,
     ) -> None:
         self.max_model_len, self.ratio, self.reorder_batch_threshold = max_model_len, ratio, decode_threshold
-        self.groups = self._groups()
+        self.group = None if ratio in WINDOW_ONLY else self._group()
         if buffers is not None:
             fits = (max_num_batched_tokens, max_model_len) == (buffers.max_num_batched_tokens, buffers.max_model_len)
             check(
@@ -69,7 +72,7 @@ class GroupBuilder(ABC, Generic[Metadata]):
         plan = plan_buffers(
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=1, max_model_len=max_model_len, ratios=(ratio,)
         )
-        self.tensors = plan.allocate(self._names(), device)
+        self.tensors = plan.allocate(names_of(self._groups(), self._counted()), device)
 
     @classmethod
     def from_engine(
@@ -102,27 +105,23 @@ class GroupBuilder(ABC, Generic[Metadata]):
         """Return the arguments of a subclass that `GroupBuilder` does not have."""
         return {}
 
-    @abstractmethod
-    def _groups(self) -> tuple[str, ...]:
-        """Return the groups of `ops.batch_metadata` that one call fills for this cache."""
+    def _group(self) -> Group:
+        """Return the group of caches that this builder fills."""
+        return next(group for group in source_groups(self.ratio) if group.role == self.role)
 
-    def _names(self) -> tuple[str, ...]:
-        """Return the names of this group's buffers."""
-        return (*TOKENS, *(name for group in self.groups for name in GROUPS[group]), *self.outputs)
+    def _groups(self) -> tuple[Group, ...]:
+        return () if self.group is None else (self.group,)
+
+    def _counted(self) -> tuple[int, ...]:
+        return (self.ratio,) if self.counts_entries else ()
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
         """Build the metadata of a batch. Engines pass `common_prefix_len` and `fast_build`; both are ignored."""
         cm = common_attn_metadata
-        torch.ops.dsv4.batch_metadata(
-            cm.query_start_loc,
-            cm.seq_lens,
-            cm.slot_mapping,
-            *(cm.block_table_tensor if group in self.groups else None for group in GROUPS),
-            WINDOW_BLOCK,
-            **{name: self.tensors[name] for name in self._names()},
-        )
+        batch, tables = (cm.query_start_loc, cm.seq_lens), dict.fromkeys(self._groups(), cm.block_table_tensor)
+        torch.ops.dsv4.batch_metadata(*arguments_of(*batch, cm.slot_mapping, tables, self._counted(), self.tensors))
         return self.view(cm, cm.split(self.reorder_batch_threshold))
 
     @abstractmethod
@@ -165,12 +164,22 @@ class DeepseekV4FlashMLAMetadata:
     num_prefill_tokens: int = 0
 
 
+class EntryRows(NamedTuple):
+    """Lists of every entry: slots int32 `[T, C]` with their number int32 `[T]`, and indices within the request."""
+
+    indices: Tensor
+    lens: Tensor
+    local: Tensor
+
+
 class DeepseekV4FlashMLAMetadataBuilder(GroupBuilder[DeepseekV4FlashMLAMetadata]):
-    """Builds `DeepseekV4FlashMLAMetadata` for extra caches of ratio 1, 4 or 128. Arguments of `GroupBuilder`, and:
+    """Builds `DeepseekV4FlashMLAMetadata` for windows (ratio 1) and extra caches. Arguments of `GroupBuilder`, and:
 
     Args:
         topk_tokens: entries that the indexer selects. block_size: tokens that a block table entry covers.
     """
+
+    role = "entries"
 
     def __init__(
         self,
@@ -185,7 +194,7 @@ class DeepseekV4FlashMLAMetadataBuilder(GroupBuilder[DeepseekV4FlashMLAMetadata]
         device: torch.device | str | None = None,
     ) -> None:
         check(
-            ratio <= 1 or block_size == KV_BLOCK,
+            ratio in WINDOW_ONLY or block_size == KV_BLOCK,
             "E205",
             got=f"block_size={block_size} of a compressed cache",
             fix=f"pages of compressed caches cover {KV_BLOCK} tokens",
@@ -199,33 +208,31 @@ class DeepseekV4FlashMLAMetadataBuilder(GroupBuilder[DeepseekV4FlashMLAMetadata]
             device=device,
         )
         self.topk_tokens, self.block_size = topk_tokens, block_size
-        self.prefill_rows: Tensor | None = None
-        if ratio == HCA_RATIO:
-            self.prefill_rows = torch.full_like(self.tensors["c128_indices"], PAD_INDEX)
+        self.entry_rows: EntryRows | None = None
+        if self.group is not None and self.group.listed:
+            indices, lens = (self.tensors[f"{self.group.name}_{suffix}"] for suffix in ("indices", "lens"))
+            self.entry_rows = EntryRows(indices, lens, torch.full_like(indices, PAD_INDEX))
 
     @classmethod
     def _engine_options(cls, kv_cache_spec: Any, engine_config: Any) -> dict[str, Any]:
         topk_tokens = engine_config.model_config.hf_config.index_topk
         return {"topk_tokens": topk_tokens, "block_size": kv_cache_spec.block_size}
 
-    def _groups(self) -> tuple[str, ...]:
-        return (f"c{self.ratio}",) if self.ratio > 1 else ()
-
     def view(self, cm: CommonAttentionMetadata, split: BatchSplit) -> DeepseekV4FlashMLAMetadata:
         tokens = cm.num_actual_tokens
         decode, lens, prefill = None, None, None
-        if self.prefill_rows is not None:
-            prefill = self._prefill_rows(cm, split) if split.num_prefill_tokens else None
+        if self.entry_rows is not None:
+            prefill = self._prefill_rows(self.entry_rows, cm, split) if split.num_prefill_tokens else None
             if split.num_decode_tokens:
-                decode = self.tensors["c128_indices"][: split.num_decode_tokens].unsqueeze(1)
-                lens = self.tensors["c128_lens"][: split.num_decode_tokens]
+                decode = self.entry_rows.indices[: split.num_decode_tokens].unsqueeze(1)
+                lens = self.entry_rows.lens[: split.num_decode_tokens]
         return DeepseekV4FlashMLAMetadata(
             num_reqs=cm.num_reqs,
             max_query_len=cm.max_query_len,
             max_seq_len=cm.max_seq_len,
             num_actual_tokens=tokens,
             query_start_loc=cm.query_start_loc,
-            slot_mapping=self.tensors[f"c{self.ratio}_slots"][:tokens] if self.ratio > 1 else cm.slot_mapping,
+            slot_mapping=cm.slot_mapping if self.group is None else self.tensors[f"{self.group.name}_slots"][:tokens],
             block_table=cm.block_table_tensor,
             req_id_per_token=self.tensors["token_to_req"][:tokens],
             block_size=self.block_size,
@@ -236,11 +243,10 @@ class DeepseekV4FlashMLAMetadataBuilder(GroupBuilder[DeepseekV4FlashMLAMetadata]
             **split._asdict(),
         )
 
-    def _prefill_rows(self, cm: CommonAttentionMetadata, split: BatchSplit) -> Tensor:
+    def _prefill_rows(self, buffers: EntryRows, cm: CommonAttentionMetadata, split: BatchSplit) -> Tensor:
         """Fill and return the rows of prefill tokens, as indices within the request."""
-        assert self.prefill_rows is not None
         tokens = slice(split.num_decode_tokens, cm.num_actual_tokens)
-        rows = self.prefill_rows[: split.num_prefill_tokens]
+        rows = buffers.local[: split.num_prefill_tokens]
         torch.ops.dsv4.c128a_topk_metadata(
             self.tensors["positions"][tokens],
             self.tensors["token_to_req"][tokens],
@@ -249,8 +255,8 @@ class DeepseekV4FlashMLAMetadataBuilder(GroupBuilder[DeepseekV4FlashMLAMetadata]
             self.block_size // self.ratio,
             self.ratio,
             0,
-            self.tensors["c128_indices"][:0],
-            self.tensors["c128_lens"][:0],
+            buffers.indices[:0],
+            buffers.lens[:0],
             rows,
         )
         return rows
@@ -263,7 +269,7 @@ class DeepseekV4IndexerMetadata:
     Attributes:
         block_table: int32 `[R, B]`; slot_mapping: int64 `[T]`, slot of the key that a token completes, else -1.
         req_id_per_token: int32 `[T]`; is_valid_token: bool `[T]`.
-        context_lens: int32 `[T]`, keys that each token may score: `(position + 1) // 4`, 0 for padding.
+        context_lens: int32 `[T]`, keys that each token may score: `(position + 1) // ratio`, 0 for padding.
         max_context: bound of `context_lens` that follows from max_model_len, so that no shape depends on a batch.
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens: the split, the same for all groups.
     """
@@ -281,21 +287,19 @@ class DeepseekV4IndexerMetadata:
 
 
 class DeepseekV4IndexerMetadataBuilder(GroupBuilder[DeepseekV4IndexerMetadata]):
-    """Builds `DeepseekV4IndexerMetadata`. Arguments of `GroupBuilder`; `ratio` is 4."""
+    """Builds `DeepseekV4IndexerMetadata` for a ratio with an indexer. Arguments of `GroupBuilder`."""
 
-    outputs = ("c4_context_lens",)
-
-    def _groups(self) -> tuple[str, ...]:
-        return ("indexer",)
+    role = "keys"
+    counts_entries = True
 
     def view(self, cm: CommonAttentionMetadata, split: BatchSplit) -> DeepseekV4IndexerMetadata:
         tokens = slice(0, cm.num_actual_tokens)
         return DeepseekV4IndexerMetadata(
             block_table=cm.block_table_tensor,
-            slot_mapping=self.tensors["indexer_slots"][tokens],
+            slot_mapping=self.tensors[f"keys_{self.ratio}_slots"][tokens],
             req_id_per_token=self.tensors["token_to_req"][tokens],
             is_valid_token=self.tensors["is_valid_token"][tokens],
-            context_lens=self.tensors["c4_context_lens"][tokens],
+            context_lens=self.tensors[f"entries_{self.ratio}_context_lens"][tokens],
             max_context=cdiv(self.max_model_len, self.ratio),
             **split._asdict(),
         )
@@ -324,17 +328,15 @@ class DeepseekV4CompressorMetadataBuilder(GroupBuilder[DeepseekV4CompressorMetad
     """
 
     def __init__(self, max_num_batched_tokens: int, *, indexer: bool = False, **options: Any) -> None:
-        self.indexer = indexer
+        self.role = "key_states" if indexer else "states"  # type: ignore[misc]
         super().__init__(max_num_batched_tokens, **options)
-
-    def _groups(self) -> tuple[str, ...]:
-        return ("indexer_state" if self.indexer else f"c{self.ratio}_state",)
 
     def view(self, cm: CommonAttentionMetadata, split: BatchSplit) -> DeepseekV4CompressorMetadata:
         tokens = slice(0, cm.num_actual_tokens)
+        assert self.group is not None
         return DeepseekV4CompressorMetadata(
             block_table=cm.block_table_tensor,
-            slot_mapping=self.tensors[f"{self.groups[0]}_slots"][tokens],
+            slot_mapping=self.tensors[f"{self.group.name}_slots"][tokens],
             req_id_per_token=self.tensors["token_to_req"][tokens],
-            block_size=state_block_size(self.ratio),
+            block_size=self.group.page_rows,
         )

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
-from ..layout import CSA_RATIO
 from ..metadata import AttentionMetadata, build_batch_metadata
+from ..sources import TOPK
 from .protocol import AttentionBackend, SparseAttention
 from .scales import PerTensorScales
 from .types import CudaGraphSupport
@@ -99,14 +99,13 @@ class PagedAttention(PerTensorScales):
         """Return slots of the compressed entries that each token attends, and their number."""
         if isinstance(topk_indices, Slots):
             return topk_indices
-        extra = metadata.c4 if self.layer.ratio == CSA_RATIO else metadata.c128
-        assert extra is not None
-        if self.layer.ratio != CSA_RATIO:
-            return extra.indices, extra.lens
+        source = metadata.sources[self.layer.ratio]
+        if self.layer.selection != TOPK:
+            return source.indices, source.lens
         indices, lens = torch.ops.dsv4.global_topk(
             topk_indices,
             metadata.token_to_req,
-            extra.block_table,
+            source.block_table,
             metadata.is_valid_token,
             self.layer.entry_block_size,
         )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
-from ..layout import CSA_RATIO, HCA_RATIO, PAD_INDEX
+from ..layout import PAD_INDEX
+from ..sources import TOPK
 from .group_metadata import DeepseekV4FlashMLAMetadata, DeepseekV4FlashMLAMetadataBuilder
 from .protocol import AttentionBackend, SparseAttention
 from .types import CommonAttentionMetadata, Demand
@@ -111,8 +112,8 @@ class DeepseekV4ROCMAiterMLASparseMetadataBuilder(DeepseekV4FlashMLAMetadataBuil
     def __init__(self, max_num_batched_tokens: int, **options: Any) -> None:
         super().__init__(max_num_batched_tokens, **options)
         self.ragged: _RaggedBuffers | None = None
-        if self.ratio == HCA_RATIO:
-            rows = self.tensors["c128_indices"]
+        if self.entry_rows is not None:
+            rows = self.entry_rows.indices
             self.ragged = _RaggedBuffers(max_num_batched_tokens, rows.shape[-1], rows.device)
 
     def build(
@@ -191,7 +192,7 @@ class RaggedAttention(WorkspacePrefill):
         swa, extra = inputs.metadata.swa, inputs.metadata.extra
         if extra is None:
             return None, None, 0
-        if self.layer.ratio != CSA_RATIO:
+        if self.layer.selection != TOPK:
             width = extra.c128a_global_decode_topk_indices.shape[-1]
             return extra.c128a_decode_topk_ragged_indices, extra.c128a_decode_topk_ragged_indptr, width
         assert inputs.topk_indices is not None

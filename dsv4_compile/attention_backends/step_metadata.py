@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..layout import CSA_RATIO, HCA_RATIO
 from ..metadata import BatchSplit, MetadataBuffers
+from ..sources import WINDOW_ONLY, Group
 from .group_metadata import (
     DeepseekV4CompressorMetadata,
     DeepseekV4CompressorMetadataBuilder,
@@ -27,19 +27,19 @@ class DeepseekV4StepMetadata:
 
     Attributes:
         swa: of the window cache, for all layers. extra: of the extra caches, by compress ratio.
-        indexer: of the indexer's cache. states: of compressor states, by group: c4_state, indexer_state, c128_state.
+        indexers: of the indexers' caches, by compress ratio. states: of compressor states, by name of the group.
         split: decodes and prefills, the same for all groups.
     """
 
     swa: DeepseekSparseSWAMetadata
     extra: dict[int, DeepseekV4FlashMLAMetadata]
-    indexer: DeepseekV4IndexerMetadata | None
+    indexers: dict[int, DeepseekV4IndexerMetadata]
     states: dict[str, DeepseekV4CompressorMetadata]
     split: BatchSplit
 
     def of(self, ratio: int) -> DeepseekV4Metadata:
         """Return the metadata of a layer of this compress ratio; 0 and 1 are window-only layers."""
-        return DeepseekV4Metadata(self.swa, self.extra[ratio] if ratio > 1 else None)
+        return DeepseekV4Metadata(self.swa, None if ratio in WINDOW_ONLY else self.extra[ratio])
 
 
 class DeepseekV4StepBuilder:
@@ -53,25 +53,27 @@ class DeepseekV4StepBuilder:
 
     def __init__(self, buffers: MetadataBuffers, *, topk_tokens: int = 0, decode_threshold: int = 1) -> None:
         self.buffers, self.decode_threshold = buffers, decode_threshold
-        ratios = [ratio for ratio in (CSA_RATIO, HCA_RATIO) if f"c{ratio}" in buffers.groups]
+        tokens, groups = buffers.max_num_batched_tokens, buffers.plan.groups
 
-        def options(ratio: int) -> dict[str, Any]:
-            return {"max_model_len": buffers.max_model_len, "ratio": ratio, "buffers": buffers}
+        def options(group: Group) -> dict[str, Any]:
+            return {"max_model_len": buffers.max_model_len, "ratio": group.ratio, "buffers": buffers}
 
-        tokens = buffers.max_num_batched_tokens
         self.extra = {
-            ratio: DeepseekV4FlashMLAMetadataBuilder(tokens, topk_tokens=topk_tokens, **options(ratio))
-            for ratio in ratios
+            group.ratio: DeepseekV4FlashMLAMetadataBuilder(tokens, topk_tokens=topk_tokens, **options(group))
+            for group in groups
+            if group.role == "entries"
         }
-        self.indexer = DeepseekV4IndexerMetadataBuilder(tokens, **options(CSA_RATIO)) if CSA_RATIO in ratios else None
+        self.indexers = {
+            group.ratio: DeepseekV4IndexerMetadataBuilder(tokens, **options(group))
+            for group in groups
+            if group.role == "keys"
+        }
         self.states = {
-            group: DeepseekV4CompressorMetadataBuilder(
-                tokens,
-                indexer=group == "indexer_state",
-                **options(HCA_RATIO if group == "c128_state" else CSA_RATIO),
+            group.name: DeepseekV4CompressorMetadataBuilder(
+                tokens, indexer=group.role == "key_states", **options(group)
             )
-            for group in buffers.groups
-            if group.endswith("state")
+            for group in groups
+            if group.role in ("states", "key_states")
         }
 
     def build(self, query_start_loc: Sequence[int], seq_lens: Sequence[int], num_tokens: int) -> DeepseekV4StepMetadata:
@@ -96,8 +98,8 @@ class DeepseekV4StepBuilder:
                 indices=tensors["window_indices"].unsqueeze(1),
                 lens=tensors["window_lens"],
             ),
-            extra={ratio: builder.view(cms[f"c{ratio}"], split) for ratio, builder in self.extra.items()},
-            indexer=None if self.indexer is None else self.indexer.view(cms["indexer"], split),
+            extra={ratio: builder.view(cms[f"entries_{ratio}"], split) for ratio, builder in self.extra.items()},
+            indexers={ratio: builder.view(cms[f"keys_{ratio}"], split) for ratio, builder in self.indexers.items()},
             states={group: builder.view(cms[group], split) for group, builder in self.states.items()},
             split=split,
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import layout
 from ..metadata.split import BatchSplit, split_decodes_and_prefills
+from ..sources import SELECTIONS
 
 ENGINES = ("dsv4", "library")
 """Implementations of attention: `torch.ops.dsv4`, or the kernel library that a backend was made for."""
@@ -76,7 +77,8 @@ class LayerShape:
 
     Attributes:
         num_heads, head_size: H and D of queries. scale: factor of the scores.
-        window: tokens attended directly, W. ratio: compress ratio, 1 = window only.
+        window: tokens attended directly, W. ratio: compress ratio of its source, 1 for a window alone.
+        selection: how it selects entries of its source, `topk` or `all`; "" stands for that of the ratio.
         max_model_len, max_num_batched_tokens: capacities; they size prefill workspaces.
         kv_cache_dtype: the user's word; see the backend's `cache_format`.
         window_block_size, block_size: tokens that one block table entry covers, of the window cache and of the extra
@@ -89,12 +91,16 @@ class LayerShape:
     scale: float
     window: int = layout.SLIDING_WINDOW
     ratio: int = 1
+    selection: str = ""
     max_model_len: int = 0
     max_num_batched_tokens: int = 0
     kv_cache_dtype: str = "auto"
     window_block_size: int = layout.WINDOW_BLOCK
     block_size: int = layout.KV_BLOCK
     value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "selection", self.selection or SELECTIONS.get(self.ratio, ""))
 
     @property
     def entry_block_size(self) -> int:

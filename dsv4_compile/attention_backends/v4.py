@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers torch.ops.dsv4)
-from ..layout import CSA_RATIO, cdiv
+from ..layout import cdiv
 from ..reference.attention.sparse_mla_decode import output_dtype
+from ..sources import TOPK
 from .protocol import SparseAttention
 from .types import LayerShape
 from .window_metadata import DeepseekSparseSWAMetadata
@@ -33,7 +34,7 @@ class Inputs(NamedTuple):
     """Arguments of an attention call, without the queries.
 
     window_cache, extra_cache: caches in the layer's format; None where the layer has no extra cache.
-    topk_indices: int32 `[T, K]`, entries within the request that the indexer selected; ratio 4 only.
+    topk_indices: int32 `[T, K]`, entries within the request that the indexer selected, if there is one.
     attn_sink: float32 `[H]`. kv_scale: float32, one element, of per-tensor fp8 caches.
     """
 
@@ -60,7 +61,7 @@ def prefill_topk(layer: LayerShape, inputs: Inputs) -> Tensor:
     swa, extra = inputs.metadata.swa, inputs.metadata.extra
     if extra is None:
         return swa.token_to_req_indices[prefill_tokens(swa), None][:, :0]
-    if layer.ratio == CSA_RATIO:
+    if layer.selection == TOPK:
         assert inputs.topk_indices is not None
         return inputs.topk_indices[prefill_tokens(swa)]
     topk: Tensor = extra.c128a_prefill_topk_indices

@@ -208,7 +208,7 @@ def fill(name: str, cache: Tensor) -> None:
     generator = torch.Generator(cache.device).manual_seed(len(name))
     if cache.is_floating_point():
         cache.normal_(generator=generator)
-    elif name == "indexer":
+    elif name == "keys":
         # Every e4m3 code except NaN, then float32 scales of one.
         block = layout.storage_block_size(layout.CSA_RATIO)
         pages = layout.byte_pages(cache, "indexer_fp8", block)

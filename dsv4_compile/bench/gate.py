@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.common.arguments import tensors_in
+
 NEIGHBOUR = {torch.bfloat16: 1.01 / 128, torch.float16: 1.01 / 1024, torch.float32: 1e-5}
 """Relative distance to the next value: sums in a different order may round to a neighbour."""
 CANCELLED = 1e-5
@@ -22,7 +24,7 @@ def outputs(call: Callable[..., Any], args: Sequence[Any], written: Sequence[int
     """Return the results of `call`, then the arguments it has written."""
     result = call(*args)
     returned = [] if result is None else [result] if isinstance(result, Tensor) else list(result)
-    return [*returned, *(args[i] for i in written)]
+    return [*returned, *tensors_in(args[i] for i in written)]
 
 
 def disagreement(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:

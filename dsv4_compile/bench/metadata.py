@@ -17,9 +17,10 @@ import torch
 
 from .. import layout
 from ..metadata import BlockTables, MetadataBuffers
+from ..metadata.fill import arguments_of
 from ..ops.common.define import REFERENCES
 from ..ops.common.kernels import launcher
-from ..ops.metadata.batch_metadata import ARGUMENTS
+from ..ops.metadata.batch_metadata import ARGUMENTS, WRITTEN
 from ..selection import costs
 from .problem import Args, Only, Prepare, Problem, compiled, keep, on_gpu
 
@@ -30,7 +31,7 @@ SIZES = {
 }
 STOCK = (32, 1)
 MAX_LENS = {"cuda": (16_384, 131_072, 1_048_576), "cpu": (16_384,)}
-OUTPUTS = tuple(range(ARGUMENTS.index("positions"), len(ARGUMENTS)))
+OUTPUTS = tuple(ARGUMENTS.index(name) for name in WRITTEN)
 
 
 def buffers(requests: int, query: int, max_len: int, device: torch.device, seed: int) -> MetadataBuffers:
@@ -47,18 +48,16 @@ def buffers(requests: int, query: int, max_len: int, device: torch.device, seed:
         return torch.randint(math.prod(shape), shape, generator=on_device, device=device, dtype=torch.int32)
 
     lens = torch.randint(min(query, max_len), max_len + 1, (requests,), generator=generator)
-    tables = BlockTables(**{group: pages(group) for group in loaded.groups})
+    tables = BlockTables.of({group: pages(group) for group in loaded.groups})
     loaded.load(torch.arange(requests + 1) * query, lens, block_tables=tables)
     return loaded
 
 
 def metadata_args(own: MetadataBuffers) -> Args:
     """Return the arguments of `batch_metadata`."""
-    arguments: dict[str, Any] = dict.fromkeys(ARGUMENTS) | {
-        name: tensor for name, tensor in own.tensors.items() if name in ARGUMENTS
-    }
-    arguments["window_block_size"] = layout.WINDOW_BLOCK
-    return tuple(arguments.values())
+    tables = {group: own.tensors[f"{group.name}_block_table"] for group in own.plan.groups}
+    batch = own.tensors["query_start_loc"], own.tensors["seq_lens"], None
+    return arguments_of(*batch, tables, [*own.block_tables.sources], own.tensors)
 
 
 def advance_args(own: MetadataBuffers, query: int, seed: int) -> Args:

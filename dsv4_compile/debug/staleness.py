@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import layout
 from ..errors import DSV4Error, error
 from ..metadata import MetadataBuffers
-from ..metadata.buffers import PAGE_TOKENS
+from ..sources import Group
 from .writes import Buffer, Write
 
 EACH_STEP = "what describes a step, or is its input, is written between two replays that read it"
@@ -34,8 +34,6 @@ _FIXES = {
     TOKENS: "pass the number of tokens that query_start_loc counts",
     CONTEXT: "advance lengths by the tokens of the step before, and run a step for each; or see witness(contexts=)",
 }
-_ENTRY_TOKENS = {"c4": layout.CSA_RATIO, "indexer": layout.CSA_RATIO, "c128": layout.HCA_RATIO}
-"""Tokens that complete an entry of a group's cache; a page may be missing before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +125,7 @@ class Reading:
                 continue
             target = buffer.source.target
             differs = torch.nonzero(target.cpu() != changed.cpu().to(target.dtype)).tolist()
-            page = _page_tokens(buffers, group)
-            used = {row: layout.cdiv(length, page) for row, _, _, length in batch.requests}
+            used = {row: layout.cdiv(length, group.page_tokens) for row, _, _, length in batch.requests}
             for row, column in (index for index in differs if len(index) == 2):
                 if column < used.get(row, 0):
                     now, was = int(changed[row, column]), int(target[row, column])
@@ -139,10 +136,10 @@ class Reading:
     def pages(self, batch: Batch, buffers: MetadataBuffers) -> Iterator[Stale]:
         """Find tables without a page for a token of the batch."""
         for buffer, group in self._tables(buffers):
-            page, entry_tokens = _page_tokens(buffers, group), _ENTRY_TOKENS.get(group, 1)
             for row, start, end, length in batch.requests:
-                written = [p for p in range(length - (end - start), length) if (p + 1) % entry_tokens == 0]
-                columns = sorted({position // page for position in written})
+                # A page may be missing before a token completes a row.
+                written = [p for p in range(length - (end - start), length) if (p + 1) % group.row_tokens == 0]
+                columns = sorted({position // group.page_tokens for position in written})
                 entries = buffer.tensor[row, columns].tolist() if columns else []
                 missing = next((c for c, entry in zip(columns, entries, strict=True) if entry < 0), None)
                 if missing is not None:
@@ -165,14 +162,9 @@ class Reading:
                     _, _, write = buffer.oldest(tokens + wrong, tokens + wrong + 1)
                     yield self.stale(buffer, f"row {tokens + wrong}, padding, is not zero", PADDING, write)
 
-    def _tables(self, buffers: MetadataBuffers) -> Sequence[tuple[Buffer, str]]:
-        groups = {f"metadata {group}_block_table": group for group in buffers.groups}
+    def _tables(self, buffers: MetadataBuffers) -> Sequence[tuple[Buffer, Group]]:
+        groups = {f"metadata {group.name}_block_table": group for group in buffers.plan.groups}
         return [(b, groups[b.name]) for b in self.rows if b.kind == "table" and b.name in groups]
-
-
-def _page_tokens(buffers: MetadataBuffers, group: str) -> int:
-    page = PAGE_TOKENS[group]
-    return buffers.plan.sizes[page] if isinstance(page, str) else page
 
 
 def _first_row_with_values(rows: Tensor) -> int | None:

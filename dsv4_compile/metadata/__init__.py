@@ -7,7 +7,7 @@ from .build import build_batch_metadata, build_metadata
 from .chunk import PrefillChunk, get_prefill_chunk_plan, prefill_workspace_rows
 from .persistent import MetadataBuffers
 from .split import BatchSplit, split_decodes_and_prefills
-from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
+from .types import AttentionMetadata, BlockTables, CompressedMetadata, SourceTables, WindowMetadata
 
 __all__ = [
     "BUFFERS",
@@ -19,6 +19,7 @@ __all__ = [
     "CompressedMetadata",
     "MetadataBuffers",
     "PrefillChunk",
+    "SourceTables",
     "WindowMetadata",
     "build_batch_metadata",
     "build_metadata",

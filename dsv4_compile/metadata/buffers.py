@@ -12,20 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from .. import layout
-from ..errors import check
 from ..sizes import check_memory, check_size
-
-WINDOW_PAGE = "window_block_size"
-PAGE_TOKENS: Mapping[str, int | str] = {
-    "window": WINDOW_PAGE,
-    "c4": layout.KV_BLOCK,
-    "c4_state": layout.state_block_size(layout.CSA_RATIO),
-    "indexer": layout.KV_BLOCK,
-    "indexer_state": layout.state_block_size(layout.CSA_RATIO),
-    "c128": layout.KV_BLOCK,
-    "c128_state": layout.state_block_size(layout.HCA_RATIO),
-}
-"""Tokens that one column of a group's block table covers, as a number or the name of a size."""
+from ..sources import RATIOS, Group, groups_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +35,6 @@ class BufferSpec:
 
 
 _I32, _I64 = torch.int32, torch.int64
-TABLES: tuple[BufferSpec, ...] = tuple(
-    BufferSpec(
-        f"{group}_block_table",
-        ("max_num_seqs", f"{group}_blocks"),
-        _I32,
-        layout.PAD_INDEX,
-        "engine",
-        f"pages of the {group} cache of each request",
-        group,
-    )
-    for group in PAGE_TOKENS
-)
 INPUTS: tuple[BufferSpec, ...] = (
     BufferSpec("query_start_loc", ("max_num_seqs_plus_1",), _I32, 0, "engine, advance", "first token of each request"),
     BufferSpec("seq_lens", ("max_num_seqs",), _I32, 0, "engine, advance", "tokens of each request, its query included"),
@@ -67,45 +43,57 @@ INPUTS: tuple[BufferSpec, ...] = (
     BufferSpec("reserved", ("max_num_seqs",), _I32, "max_model_len", "engine", "tokens a request has pages for"),
     BufferSpec("overflow", ("max_num_seqs",), _I32, 0, "advance", "tokens of a request that ran out of pages"),
 )
-OUTPUTS: tuple[BufferSpec, ...] = (
-    *(
-        BufferSpec(name, ("max_num_batched_tokens",), dtype, 0, "refresh", meaning)
-        for name, dtype, meaning in (
-            ("positions", _I64, "position of each token in its request"),
-            ("token_to_req", _I32, "row of each token in the block tables"),
-            ("is_valid_token", torch.bool, "whether the row is a token and not padding"),
-        )
-    ),
-    *(
-        BufferSpec(name, ("max_num_batched_tokens",), _I64, layout.PAD_SLOT, "refresh", meaning, group)
-        for name, meaning, group in (
-            ("window_slots", "slot of a token's keys and values", "window"),
-            ("c4_slots", "slot of the entry that a token completes", "c4"),
-            ("c4_state_slots", "slot of a token's compressor state", "c4_state"),
-            ("indexer_slots", "slot of the indexer key that a token completes", "indexer"),
-            ("indexer_state_slots", "slot of a token's indexer state", "indexer_state"),
-            ("c128_slots", "slot of the entry that a token completes", "c128"),
-            ("c128_state_slots", "slot of a token's compressor state", "c128_state"),
-        )
-    ),
-    *(
-        BufferSpec(name, ("max_num_batched_tokens",), _I32, layout.PAD_LEN, "refresh", meaning, group)
-        for name, meaning, group in (
-            ("window_lens", "valid columns of window_indices", "window"),
-            ("c4_context_lens", "entries of ratio 4 that a token may attend", "c4"),
-            ("c128_context_lens", "entries of ratio 128 that a token may attend", "c128"),
-            ("c128_lens", "valid columns of c128_indices", "c128"),
-        )
-    ),
-    *(
-        BufferSpec(name, ("max_num_batched_tokens", width), _I32, layout.PAD_INDEX, "refresh", meaning, group)
-        for name, width, meaning, group in (
-            ("window_indices", "window", "slots of the last tokens, in order of position", "window"),
-            ("c128_indices", "c128a_width", "slots of all entries of ratio 128 that a token may attend", "c128"),
-        )
-    ),
+OF_TOKENS: tuple[BufferSpec, ...] = tuple(
+    BufferSpec(name, ("max_num_batched_tokens",), dtype, 0, "refresh", meaning)
+    for name, dtype, meaning in (
+        ("positions", _I64, "position of each token in its request"),
+        ("token_to_req", _I32, "row of each token in the block tables"),
+        ("is_valid_token", torch.bool, "whether the row is a token and not padding"),
+    )
 )
-BUFFERS: tuple[BufferSpec, ...] = (*INPUTS, *TABLES, *OUTPUTS)
+_SLOTS = {
+    "window": "slot of a token's keys and values",
+    "entries": "slot of the entry that a token completes",
+    "states": "slot of a token's compressor state",
+    "keys": "slot of the indexer key that a token completes",
+    "key_states": "slot of a token's indexer state",
+}
+
+
+def table_of(group: Group) -> BufferSpec:
+    """Return the buffer of a group's block table."""
+    shape = "max_num_seqs", f"{group.name}_blocks"
+    meaning = f"pages of the {group.name} caches of each request"
+    return BufferSpec(f"{group.name}_block_table", shape, _I32, layout.PAD_INDEX, "engine", meaning, group.name)
+
+
+def outputs_of(group: Group) -> tuple[BufferSpec, ...]:
+    """Return the buffers of a group that `refresh` fills: slots, lengths and lists of rows."""
+
+    def output(suffix: str, dtype: torch.dtype, pad: int, meaning: str, *width: str) -> BufferSpec:
+        shape = "max_num_batched_tokens", *width
+        return BufferSpec(f"{group.name}_{suffix}", shape, dtype, pad, "refresh", meaning, group.name)
+
+    outputs = [output("slots", _I64, layout.PAD_SLOT, _SLOTS[group.role])]
+    if group.role == "entries":
+        meaning = f"entries of ratio {group.ratio} that a token may attend"
+        outputs.append(output("context_lens", _I32, layout.PAD_LEN, meaning))
+    if group.listed:
+        window = group.role == "window"
+        rows = "the last tokens, in order of position" if window else f"all entries of ratio {group.ratio}"
+        width = "window" if window else f"{group.name}_width"
+        outputs.append(output("lens", _I32, layout.PAD_LEN, f"valid columns of {group.name}_indices"))
+        outputs.append(output("indices", _I32, layout.PAD_INDEX, f"slots of {rows}", width))
+    return tuple(outputs)
+
+
+def buffers_of(groups: Collection[Group]) -> tuple[BufferSpec, ...]:
+    """Return all buffers of a model with these groups of caches."""
+    outputs = (spec for group in groups for spec in outputs_of(group))
+    return (*INPUTS, *map(table_of, groups), *OF_TOKENS, *outputs)
+
+
+BUFFERS: tuple[BufferSpec, ...] = buffers_of(groups_of())
 """All declared buffers. A captured step reads and writes no other metadata."""
 
 
@@ -115,6 +103,7 @@ class BufferPlan:
 
     specs: tuple[BufferSpec, ...]
     sizes: Mapping[str, int]
+    groups: tuple[Group, ...]
 
     def shape(self, spec: BufferSpec) -> tuple[int, ...]:
         """Return the shape of a buffer in this configuration."""
@@ -160,7 +149,7 @@ def plan_buffers(
     max_num_seqs: int,
     max_model_len: int,
     window: int = layout.SLIDING_WINDOW,
-    ratios: Collection[int] = (layout.CSA_RATIO, layout.HCA_RATIO),
+    ratios: Collection[int] = RATIOS,
     window_block_size: int = layout.WINDOW_BLOCK,
     engine_slots: bool = False,
 ) -> BufferPlan:
@@ -184,21 +173,11 @@ def plan_buffers(
     }
     limits = {name: check_size(name, value) for name, value in limits.items()}
     max_num_seqs, max_model_len = limits["max_num_seqs"], limits["max_model_len"]
-    unknown = sorted(set(ratios) - {0, 1, layout.CSA_RATIO, layout.HCA_RATIO})
-    check(not unknown, "E205", got=f"ratios {unknown}", fix="pass the compress ratios of the layers: 0, 1, 4, 128")
-    sizes = {**limits, "max_num_seqs_plus_1": max_num_seqs + 1, "c128a_width": layout.c128a_width(max_model_len)}
-    groups = groups_of(ratios)
+    groups = groups_of(ratios, limits["window_block_size"])
+    sizes = {**limits, "max_num_seqs_plus_1": max_num_seqs + 1}
     for group in groups:
-        tokens = PAGE_TOKENS[group]
-        page = sizes[tokens] if isinstance(tokens, str) else tokens
-        sizes[f"{group}_blocks"] = layout.cdiv(max_model_len, page)
-    specs = [spec for spec in BUFFERS if spec.group in ("", *groups)]
-    return BufferPlan(tuple(s for s in specs if engine_slots or s.name != "slot_mapping"), sizes)
-
-
-def groups_of(ratios: Collection[int]) -> tuple[str, ...]:
-    """Return the groups of caches, each with a block table, of layers with these compress ratios."""
-    absent = {"c4"} if layout.CSA_RATIO not in ratios else set()
-    absent |= {"c128"} if layout.HCA_RATIO not in ratios else set()
-    owner = {"c4": "c4", "c4_state": "c4", "indexer": "c4", "indexer_state": "c4", "c128": "c128", "c128_state": "c128"}
-    return tuple(group for group in PAGE_TOKENS if owner.get(group) not in absent)
+        sizes[f"{group.name}_blocks"] = layout.cdiv(max_model_len, group.page_tokens)
+        if group.listed and group.role != "window":
+            sizes[f"{group.name}_width"] = layout.listed_width(group.ratio, max_model_len)
+    specs = tuple(spec for spec in buffers_of(groups) if engine_slots or spec.name != "slot_mapping")
+    return BufferPlan(specs, sizes, groups)

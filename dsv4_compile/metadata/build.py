@@ -11,15 +11,13 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from ..errors import fail
-from ..layout import CSA_RATIO, HCA_RATIO, PAD_INDEX, WINDOW_BLOCK, c128a_width, state_block_size, storage_block_size
-from ..reference.common.paging import lookup_slots
+from ..layout import PAD_INDEX, WINDOW_BLOCK, listed_width
 from ..reference.metadata.batch import token_positions, token_requests, visible_entries
-from ..reference.metadata.c128a_topk_metadata import entry_lens, entry_slot_rows
+from ..reference.metadata.batch_metadata import listed_rows
 from ..reference.metadata.compressed_slot_mapping import compressed_slots
-from ..reference.metadata.swa_metadata import window_rows
+from ..sources import RATIOS, groups_of
 from .on_cpu import build_on_cpu
-from .types import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
+from .types import AttentionMetadata, BlockTables, metadata_of
 
 
 def build_metadata(
@@ -30,7 +28,7 @@ def build_metadata(
     block_tables: BlockTables,
     window: int,
     max_model_len: int,
-    ratios: Collection[int] = (CSA_RATIO, HCA_RATIO),
+    ratios: Collection[int] = RATIOS,
     window_block_size: int = WINDOW_BLOCK,
 ) -> AttentionMetadata:
     """Build the metadata of T tokens from their requests and positions; requests come in any order.
@@ -43,9 +41,9 @@ def build_metadata(
         is_valid_token: bool `[T]`, False for padding, which reads and writes nothing at any position.
         block_tables: the tables that `ratios` need, `[R, B]` each; E201 if one is missing.
         window: tokens a token attends directly, itself included.
-        max_model_len: longest sequence of the block tables. It sets the width of `c128.indices`, which takes 4 bytes
-            for each of T * `layout.c128a_width(max_model_len)` elements: 32 KiB per token at a million tokens. In eager
-            mode several int64 temporaries of that shape are added; in compiled code none.
+        max_model_len: longest sequence of the block tables. It sets the width of lists of every entry, which take
+            4 bytes for each of T * `layout.listed_width(ratio, max_model_len)` elements: at ratio 128, 32 KiB per token
+            at a million tokens. In eager mode several int64 temporaries of that shape are added; in compiled code none.
         ratios: compress ratios of the model's layers; 0 and 1 (window only) need nothing here.
         window_block_size: tokens of a page of the window cache.
 
@@ -65,7 +63,7 @@ def build_batch_metadata(
     block_tables: BlockTables,
     window: int,
     max_model_len: int,
-    ratios: Collection[int] = (CSA_RATIO, HCA_RATIO),
+    ratios: Collection[int] = RATIOS,
     slot_mapping: Tensor | None = None,
     window_block_size: int = WINDOW_BLOCK,
 ) -> AttentionMetadata:
@@ -100,64 +98,23 @@ def _build(
     """Build metadata from positions and requests; a token with a negative position is padding."""
     valid = positions >= 0
     requests = torch.where(valid, requests, 0)
+    groups = groups_of(ratios, window_block_size)
+    tables = [block_tables.table(group) for group in groups]
+    widths = {
+        group.name: window if group.role == "window" else listed_width(group.ratio, max_model_len)
+        for group in groups
+        if group.listed
+    }
     if positions.device.type == "cpu" and torch.compiler.is_dynamo_compiling():
-        _check_tables(block_tables, ratios)
-        return build_on_cpu(positions, requests, block_tables, window, max_model_len, ratios, window_block_size)
-    indices, lens = window_rows(positions, requests, block_tables.window, window, window_block_size)
-    slots = lookup_slots(block_tables.window, requests, positions, window_block_size)
-    return AttentionMetadata(
-        positions=positions.clamp_min(0),
-        token_to_req=requests.to(torch.int32),
-        is_valid_token=valid,
-        window=WindowMetadata(slot_mapping=slots, indices=indices, lens=lens),
-        c4=_build_c4(positions, requests, block_tables) if CSA_RATIO in ratios else None,
-        c128=_build_c128(positions, requests, block_tables, max_model_len) if HCA_RATIO in ratios else None,
-    )
-
-
-def _build_c4(positions: Tensor, requests: Tensor, block_tables: BlockTables) -> CompressedMetadata:
-    table, state = _table(block_tables.c4, "c4"), _table(block_tables.c4_state, "c4_state")
-    indexer = _table(block_tables.indexer, "indexer")
-    indexer_state = _table(block_tables.indexer_state, "indexer_state")
-    block_size, state_block = storage_block_size(CSA_RATIO), state_block_size(CSA_RATIO)
-    return CompressedMetadata(
-        slot_mapping=compressed_slots(positions, requests, table, block_size, CSA_RATIO),
-        block_table=table,
-        state_slot_mapping=lookup_slots(state, requests, positions, state_block),
-        state_block_table=state,
-        context_lens=visible_entries(positions, CSA_RATIO).to(torch.int32),
-        indexer_slot_mapping=compressed_slots(positions, requests, indexer, block_size, CSA_RATIO),
-        indexer_block_table=indexer,
-        indexer_state_slot_mapping=lookup_slots(indexer_state, requests, positions, state_block),
-        indexer_state_block_table=indexer_state,
-    )
-
-
-def _build_c128(
-    positions: Tensor, requests: Tensor, block_tables: BlockTables, max_model_len: int
-) -> CompressedMetadata:
-    table, state = _table(block_tables.c128, "c128"), _table(block_tables.c128_state, "c128_state")
-    block_size, width = storage_block_size(HCA_RATIO), c128a_width(max_model_len)
-    lens = entry_lens(positions, HCA_RATIO, width)
-    return CompressedMetadata(
-        slot_mapping=compressed_slots(positions, requests, table, block_size, HCA_RATIO),
-        block_table=table,
-        state_slot_mapping=lookup_slots(state, requests, positions, state_block_size(HCA_RATIO)),
-        state_block_table=state,
-        context_lens=visible_entries(positions, HCA_RATIO).to(torch.int32),
-        indices=entry_slot_rows(lens, requests, table, width, block_size),
-        lens=lens,
-    )
-
-
-def _check_tables(tables: BlockTables, ratios: Collection[int]) -> None:
-    """Raise E201 if a table is missing that `ratios` need."""
-    needed = {CSA_RATIO: ("c4", "c4_state", "indexer", "indexer_state"), HCA_RATIO: ("c128", "c128_state")}
-    for name in (name for ratio in sorted(needed) if ratio in ratios for name in needed[ratio]):
-        _table(getattr(tables, name), name)
-
-
-def _table(table: Tensor | None, name: str) -> Tensor:
-    if table is None:
-        fail("E201", got=f"block_tables.{name}=None", rule="every ratio in `ratios` comes with its block tables")
-    return table
+        rows = build_on_cpu(positions, requests, groups, tables, widths)
+    else:
+        rows = {"positions": positions.clamp_min(0), "token_to_req": requests.to(torch.int32), "is_valid_token": valid}
+        for group, table in zip(groups, tables, strict=True):
+            place = table, group.page_rows, group.row_tokens
+            rows[f"{group.name}_slots"] = compressed_slots(positions, requests, *place)
+            if group.role == "entries":
+                rows[f"{group.name}_context_lens"] = visible_entries(positions, group.ratio).to(torch.int32)
+            if group.listed:
+                listed = listed_rows(positions, requests, *place, widths[group.name])
+                rows[f"{group.name}_indices"], rows[f"{group.name}_lens"] = listed
+    return metadata_of(rows, block_tables.of_ratios(ratios))

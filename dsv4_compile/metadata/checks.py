@@ -86,10 +86,8 @@ def check_lengths(what: str, lens: Tensor, max_len: int) -> int:
     return longest
 
 
-def check_table(group: str, table: Tensor | None, rows: int, columns: int, max_columns: int | None = None) -> Tensor:
-    """Return the block table of a group. E201 for None; E403 unless it has at least `[rows, columns]` and fits."""
-    if table is None:
-        fail("E201", got=f"block_tables.{group}=None", rule="every group has a block table")
+def check_table(group: str, table: Tensor, rows: int, columns: int, max_columns: int | None = None) -> Tensor:
+    """Return the block table of a group. E403 unless it has at least `[rows, columns]` and fits."""
     fine = table.dim() == 2 and table.dtype is torch.int32
     check(fine, "E201", got=f"{group}: {table.dtype} {list(table.shape)}", rule="block tables are int32 [R, B]")
     got = f"a {group} block table {list(table.shape)}"

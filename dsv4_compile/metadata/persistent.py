@@ -16,9 +16,10 @@ from torch import Tensor
 
 from .. import layout
 from ..errors import check
-from ..ops.metadata.batch_metadata import GROUPS
-from .buffers import PAGE_TOKENS, BufferPlan, groups_of, plan_buffers
+from ..sources import RATIOS
+from .buffers import BufferPlan, plan_buffers
 from .checks import check_batch, check_capacity, check_ints, check_lengths, check_table, int_tensor
+from .fill import arguments_of
 from .fixed import AtFixedAddresses
 from .types import AttentionMetadata, BlockTables, metadata_of
 
@@ -44,7 +45,7 @@ class MetadataBuffers(AtFixedAddresses):
         max_num_seqs: int,
         max_model_len: int,
         window: int = layout.SLIDING_WINDOW,
-        ratios: Collection[int] = (layout.CSA_RATIO, layout.HCA_RATIO),
+        ratios: Collection[int] = RATIOS,
         window_block_size: int = layout.WINDOW_BLOCK,
         engine_slots: bool = False,
         block_tables: BlockTables | None = None,
@@ -62,22 +63,25 @@ class MetadataBuffers(AtFixedAddresses):
         sizes = self.plan.sizes
         self.max_num_batched_tokens, self.max_num_seqs = sizes["max_num_batched_tokens"], sizes["max_num_seqs"]
         self.max_model_len, self.window_block_size = sizes["max_model_len"], sizes["window_block_size"]
-        self.groups = groups_of(ratios)
+        self.groups = tuple(group.name for group in self.plan.groups)
+        """Names of the groups of caches, each with a block table."""
         adopted = {} if block_tables is None else self._adopt(block_tables)
         allocated = self.plan.allocate([spec.name for spec in self.plan.specs if spec.name not in adopted], device)
         self.tensors: dict[str, Tensor] = allocated | adopted
         """Every buffer by its declared name."""
-        self.block_tables = BlockTables(**{group: self.tensors[f"{group}_block_table"] for group in self.groups})
-        """The persistent block tables; None for groups that the model does not have."""
+        self._tables = {group: self.tensors[f"{group.name}_block_table"] for group in self.plan.groups}
+        self._ratios = [group.ratio for group in self.plan.groups if group.role == "entries"]
+        self.block_tables = BlockTables.of({group.name: table for group, table in self._tables.items()})
+        """The persistent block tables of the model's groups."""
         self._rows = 0
 
     def _adopt(self, block_tables: BlockTables) -> dict[str, Tensor]:
         """Return views of the engine's tables by buffer name."""
         adopted = {}
-        for group in self.groups:
-            columns = self.plan.sizes[f"{group}_blocks"]
-            table = check_table(group, getattr(block_tables, group), self.max_num_seqs, columns)
-            adopted[f"{group}_block_table"] = table[: self.max_num_seqs]
+        for group in self.plan.groups:
+            columns = self.plan.sizes[f"{group.name}_blocks"]
+            table = check_table(group.name, block_tables.table(group), self.max_num_seqs, columns)
+            adopted[f"{group.name}_block_table"] = table[: self.max_num_seqs]
         return adopted
 
     def __repr__(self) -> str:
@@ -146,12 +150,10 @@ class MetadataBuffers(AtFixedAddresses):
     def _checked_tables(self, block_tables: BlockTables, requests: int, longest: int) -> dict[str, Tensor]:
         """Return the tables to copy, by buffer name, without those that already are the buffers."""
         tables = {}
-        for group in self.groups:
-            page, buffer = PAGE_TOKENS[group], self.tensors[f"{group}_block_table"]
-            columns = layout.cdiv(longest, self.plan.sizes[page] if isinstance(page, str) else page)
-            table = getattr(block_tables, group)
-            if table is None or table.data_ptr() != buffer.data_ptr():
-                tables[f"{group}_block_table"] = check_table(group, table, requests, columns, buffer.shape[1])
+        for group, buffer in self._tables.items():
+            columns, table = layout.cdiv(longest, group.page_tokens), block_tables.table(group)
+            if table.data_ptr() != buffer.data_ptr():
+                tables[f"{group.name}_block_table"] = check_table(group.name, table, requests, columns, buffer.shape[1])
         return tables
 
     def _put(self, name: str, values: Tensor) -> None:
@@ -179,14 +181,9 @@ class MetadataBuffers(AtFixedAddresses):
         """
         rows = self.max_num_batched_tokens if num_tokens is None else num_tokens
         check_capacity("tokens", rows, self.max_num_batched_tokens, "max_num_batched_tokens")
-        names = [spec.name for spec in self.plan.specs if spec.filled_by == "refresh"]
+        batch = self.tensors["query_start_loc"], self.tensors["seq_lens"]
         torch.ops.dsv4.batch_metadata(
-            self.tensors["query_start_loc"],
-            self.tensors["seq_lens"],
-            self.tensors.get("slot_mapping"),
-            *(self.tensors.get(f"{group}_block_table") for group in GROUPS),
-            self.window_block_size,
-            **{name: self.tensors[name][:rows] for name in names},
+            *arguments_of(*batch, self.tensors.get("slot_mapping"), self._tables, self._ratios, self.tensors, rows)
         )
         self._rows = rows
 

@@ -39,7 +39,7 @@ class DeepseekV4Attention(LayerWeights):
 
     Args:
         config: attention configuration.
-        layer_idx: index of the layer; its ratio decides SWA, CSA or HCA.
+        layer_idx: index of the layer; its sources decide SWA, CSA or HCA.
         kv_cache_dtype, indexer_cache_dtype, hadamard: see `CacheFormat.resolve`.
         cache_format: in place of these three.
         fp8: keep wq_a, wq_b, wkv, wo_a, wo_b and the indexer's wq_b as e4m3 with 128x128 block scales.
@@ -143,6 +143,7 @@ class DeepseekV4Attention(LayerWeights):
             scale=self.scale,
             window=self.config.sliding_window,
             ratio=self.ratio,
+            selection=self.entry_selection,
             max_model_len=self.max_seq_len,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_dtype=self.cache_format.kv_word,
@@ -190,7 +191,7 @@ class DeepseekV4Attention(LayerWeights):
         out = self.attention(
             q,
             cache.window,
-            cache.extra,
+            cache.sources[0].entries if self.entry_selection else None,
             metadata if step is None else step,
             selected,
             self.attn_sink.float(),  # model.to(bfloat16) casts it
@@ -201,8 +202,7 @@ class DeepseekV4Attention(LayerWeights):
         """Write new compressed entries. `rest` holds the results of `_hidden_projections` without qr and kv."""
         if self.compressor is None:
             return
-        md = metadata.c4 if self.indexer is not None else metadata.c128
-        assert md is not None and cache.extra is not None and cache.state is not None
+        md, source = metadata.sources[self.ratio], cache.sources[0]
         # Not `pop`: in torch 2.11 Dynamo makes a tuple of a starred name.
         first = 0 if self.indexer is None else 1
         self.compressor(
@@ -210,15 +210,15 @@ class DeepseekV4Attention(LayerWeights):
             self.cos_sin,
             metadata.positions,
             metadata.token_to_req,
-            cache.state,
+            source.states,
             md.state_slot_mapping,
             md.state_block_table,
-            cache.extra,
+            source.entries,
             md.slot_mapping,
             self.attention.cache_scale(),
         )
         if self.indexer is not None:
-            self.indexer.compress(rest[2], self.cos_sin, metadata, cache)
+            self.indexer.compress(rest[2], self.cos_sin, metadata, source)
 
     def _query_and_selection(
         self, qr: Tensor, rest: Sequence[Tensor], metadata: AttentionMetadata, cache: LayerCache
@@ -228,9 +228,10 @@ class DeepseekV4Attention(LayerWeights):
             q, *index_q = project(qr, self._latent_projections(), self.latent_stacks)
             if self.indexer is None:
                 return q, None
-            return q, self.indexer(index_q[0], rest[0], self.cos_sin, metadata, cache)
+            return q, self.indexer(index_q[0], rest[0], self.cos_sin, metadata, cache.sources[0])
         weights, paged = rest[0], self.selection.backend is DeepseekV4PagedBackend
-        entries, lens = self.indexer.select_on_side_stream(qr, weights, self.cos_sin, metadata, cache, paged)
+        source = cache.sources[0]
+        entries, lens = self.indexer.select_on_side_stream(qr, weights, self.cos_sin, metadata, source, paged)
         (q,) = project(qr, self._latent_projections(), self.latent_stacks)
         torch.ops.dsv4_stream.join(q, [entries, lens, qr, weights])
         return q, Slots(entries, lens) if paged else entries

@@ -1,4 +1,4 @@
-"""Compressor: pools `ratio` tokens into one cache entry, with overlap (CSA and its indexer) or without (HCA)."""
+"""Compressor: pools `ratio` tokens into one cache entry, with overlap (ratio 4) or without (ratio 128)."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Compressor(nn.Module):
         cos_sin: Tensor,
         positions: Tensor,
         token_to_req: Tensor,
-        state_cache: Tensor,
-        state_slots: Tensor,
-        state_block_table: Tensor,
-        cache: Tensor,
-        slots: Tensor,
+        state_cache: Tensor | None,
+        state_slots: Tensor | None,
+        state_block_table: Tensor | None,
+        cache: Tensor | None,
+        slots: Tensor | None,
         cache_scale: Tensor | None = None,
     ) -> None:
         """Update `state_cache` and `cache` in place for T tokens.

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import CacheFormat
-from ..config import CSA, DeepseekV4Config
+from ..config import DeepseekV4Config
 from ..rope_tables import cos_sin_cache
 from ..sizes import check_optional_size
+from ..sources import TOPK
 from .compressor import Compressor
 from .indexer import Indexer
 from .linear import Fp8Linear, Linear, Norm
@@ -45,6 +46,9 @@ class LayerWeights(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.ratio = config.ratio(layer_idx)
+        source = next(iter(config.sources(layer_idx)), None)
+        # Words and numbers that layers of one kind have in common, not the source itself, which has its owner.
+        self.entry_selection = "" if source is None else source.selection
         self.cache_format = cache_format
         self.eps = config.rms_norm_eps
         self.scale = config.softmax_scale
@@ -63,7 +67,8 @@ class LayerWeights(nn.Module):
         self.wo_b = linear(config.hidden_size, config.o_groups * config.o_lora_rank)
         self.compressor = None
         self.indexer = None
-        if self.ratio > 1:
+        writes = source is not None and source.owner == layer_idx
+        if writes:
             self.compressor = Compressor(
                 config.hidden_size,
                 dim,
@@ -73,8 +78,10 @@ class LayerWeights(nn.Module):
                 dtype=dtype,
                 device=device,
             )
-        if config.kind(layer_idx) == CSA:
-            self.indexer = Indexer(config, self.cache_format, fp8=fp8, dtype=dtype, device=device)
+        if self.entry_selection == TOPK:
+            self.indexer = Indexer(
+                config, self.ratio, self.cache_format, compresses=writes, fp8=fp8, dtype=dtype, device=device
+            )
         self.single_gemm = single_gemm
         self.aux_stream = aux_stream and self.indexer is not None
         self.stack()

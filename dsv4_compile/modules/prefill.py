@@ -22,6 +22,7 @@ from .. import layout, ops  # noqa: F401  (ops registers torch.ops.dsv4)
 from ..cache import LayerCache
 from ..errors import check, fail
 from ..metadata import BlockTables
+from ..sources import source_groups
 from .prefill_plan import PrefillStep
 
 
@@ -53,7 +54,7 @@ def prefill_attention(
         seq_lens: int32 `[R]` of the whole batch, on the device.
         block_tables: block tables of the whole batch, on the device.
         topk_indices: int `[T, K]`, the entries that the indexer selected, see `prefill_topk`. None attends every
-            visible entry, as layers of ratio 128 do.
+            visible entry.
     Returns:
         out, max_logits and lse of `torch.ops.dsv4.sparse_mla_prefill`; padding tokens attend nothing.
     """
@@ -67,10 +68,10 @@ def prefill_attention(
         if step.n > 0:
             torch.ops.dsv4.dequantize_and_gather_k_cache(
                 rows,
-                _cache(cache.extra, "extra", ratio),
+                _cache(cache, "entries", ratio),
                 lens // ratio,
                 None,
-                _entry_table(block_tables, ratio)[step.requests],
+                _table(block_tables, "entries", ratio)[step.requests],
                 layout.storage_block_size(ratio),
                 0,
                 cache_format,
@@ -117,6 +118,7 @@ def prefill_topk(
     cache_format: str,
     topk: int,
     max_logits_bytes: int,
+    ratio: int = layout.CSA_RATIO,
 ) -> Tensor:
     """Return the entries that the indexer selects for the prefill tokens of a batch, int32 `[T, topk]`.
 
@@ -125,23 +127,21 @@ def prefill_topk(
 
     Args:
         q, q_scale, weights: `[T, .]`, results of `indexer_q_rope_quant` for the prefill tokens.
-        cache: the layer's caches; its indexer cache has `cache_format`.
+        cache: the layer's caches; its source's keys have `cache_format`.
         steps: result of `plan_prefill`.
         query_start_loc, seq_lens, block_tables: see `prefill_attention`.
         token_to_req: int `[T]`, the request of each prefill token, a row of the batch.
         context_lens: int `[T]`, the number of entries each prefill token sees.
         max_logits_bytes: see `torch.ops.dsv4.indexer_logits_topk_ragged`.
+        ratio: compress ratio of the source.
     """
     _check_queries(q, steps)
-    keys = _cache(cache.indexer, "indexer", layout.CSA_RATIO)
-    table = block_tables.indexer
-    if table is None:
-        fail("E201", got="block_tables.indexer=None", rule="an indexer cache comes with its block table")
+    keys, table = _cache(cache, "keys", ratio), _table(block_tables, "keys", ratio)
     selected = torch.full((q.shape[0], topk), layout.PAD_INDEX, dtype=torch.int32, device=q.device)
     for step in steps:
         if step.entries == 0:
             continue
-        bounds = torch.nn.functional.pad((seq_lens[step.requests] // layout.CSA_RATIO).cumsum(0), (1, 0))
+        bounds = torch.nn.functional.pad((seq_lens[step.requests] // ratio).cumsum(0), (1, 0))
         k, k_scale = _indexer_workspace(keys, cache_format, step.entries)
         torch.ops.dsv4.cp_gather_indexer_k(
             keys,
@@ -149,7 +149,7 @@ def prefill_topk(
             bounds,
             k,
             k_scale,
-            layout.storage_block_size(layout.CSA_RATIO),
+            layout.storage_block_size(ratio),
             cache_format,
         )
         owner = (token_to_req[step.tokens] - step.requests.start).clamp(0, bounds.shape[0] - 1)
@@ -181,15 +181,16 @@ def _check_queries(q: Tensor, steps: Sequence[PrefillStep]) -> None:
     )
 
 
-def _cache(cache: Tensor | None, name: str, ratio: int) -> Tensor:
-    if cache is None:
+def _cache(cache: LayerCache, role: str, ratio: int) -> Tensor:
+    tensor: Tensor | None = getattr(cache.sources[0], role) if cache.sources else None
+    if tensor is None:
         fail(
             "E201",
-            got=f"cache.{name}=None with ratio {ratio}",
+            got=f"a cache without {role}, with ratio {ratio}",
             rule="the caches belong to a layer of this ratio",
             fix="pass PagedCaches.layers[i] for layer i",
         )
-    return cache
+    return tensor
 
 
 def _workspace_rows(workspace: Tensor, rows: int) -> Tensor:
@@ -207,11 +208,8 @@ def _entries(topk_indices: Tensor | None, step: PrefillStep, device: torch.devic
     return every.expand(step.tokens.stop - step.tokens.start, step.n)
 
 
-def _entry_table(block_tables: BlockTables, ratio: int) -> Tensor:
-    table = block_tables.c4 if ratio == layout.CSA_RATIO else block_tables.c128
-    if table is None:
-        fail("E201", got=f"no block table for ratio {ratio}", rule="compressed entries come with their block table")
-    return table
+def _table(block_tables: BlockTables, role: str, ratio: int) -> Tensor:
+    return block_tables.table(next(group for group in source_groups(ratio) if group.role == role))
 
 
 def _indexer_workspace(cache: Tensor, cache_format: str, rows: int) -> tuple[Tensor, Tensor]:

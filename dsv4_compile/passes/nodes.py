@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .._compat import OpOverload, codegen_of, device_architecture
+from ..ops.common.arguments import tensors_in
 from ..runtime.early_builds import Metadata, traced
 from ..selection.decisions import Call
 
@@ -202,7 +203,7 @@ def describe(node: Node, op: OpOverload, arguments: Mapping[str, Any] | None = N
     """Return the call that `node` makes, or the call of `op` with `arguments` in its place."""
     by_name = arguments if arguments is not None else read(node).arguments  # type: ignore[union-attr]
     values = {name: value_of(value) for name, value in by_name.items() if not isinstance(value, Cache)}
-    device = next(value.device for value in values.values() if isinstance(value, torch.Tensor))
+    device = next(tensors_in(values.values())).device
     return Call(
         op=op_name(op),
         arguments=values,
@@ -222,6 +223,8 @@ def launch_arguments(node: Node) -> list[Any]:
 
 
 def _launched(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return [_launched(value) for value in argument]
     cache = argument if isinstance(argument, Cache) else None
     value = value_of(argument if cache is None else cache.base)
     if not isinstance(value, torch.Tensor):

@@ -30,6 +30,7 @@ from .. import progress
 from .._compat import triton_known
 from ..errors import is_installed
 from ..kernels.host.build_hooks import prepare_builds
+from ..ops.common.arguments import tensors_in
 from ..ops.common.kernels import invariant_launcher, launcher, refusal
 from .start_times import spending
 
@@ -231,13 +232,14 @@ class EarlyBuilds:
 
     def _add(self, op: str, arguments: Callable[[], Sequence[Any]], invariant: bool) -> None:
         try:
-            call = (op, invariant, *arguments())
-            if call in self._calls:
+            call = arguments()
+            key = op, invariant, *(tuple(value) if isinstance(value, list) else value for value in call)
+            if key in self._calls:
                 return
-            self._calls.add(call)
+            self._calls.add(key)
             with self._fake, _Addresses(), self._building(self._build):
-                args = [value.make() if isinstance(value, Metadata) else value for value in call[2:]]
-                device = next(x.device for x in args if isinstance(x, Tensor))
+                args = [_made(value) for value in call]
+                device = next(tensors_in(args)).device
                 with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                     refuses = refusal(op)
                     if refuses is None or not refuses(*args):
@@ -273,6 +275,13 @@ class EarlyBuilds:
                 _report(Built(variant.name, seconds))
             except Exception as error:
                 _report(Built(variant.name, 0, _words(error)))
+
+
+def _made(value: Any) -> Any:
+    """Return an argument with tensors for `Metadata`, in lists too."""
+    if isinstance(value, list):
+        return [_made(x) for x in value]
+    return value.make() if isinstance(value, Metadata) else value
 
 
 def _timed(build: Callable[[], Any]) -> tuple[Any, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -188,14 +187,10 @@ def no_requests(buffers: MetadataBuffers) -> Iterator[None]:
 
 def token_tensors(metadata: AttentionMetadata) -> list[Tensor]:
     """Return the tensors of `metadata` with one row for each token; block tables have one for each request."""
-    tensors: list[Tensor] = []
-    for field in fields(metadata):
-        value = getattr(metadata, field.name)
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif value is not None:
-            parts = {declared.name: getattr(value, declared.name) for declared in fields(value)}
-            tensors += [t for name, t in parts.items() if t is not None and not name.endswith("block_table")]
+    tensors = [metadata.positions, metadata.token_to_req, metadata.is_valid_token]
+    for part in (metadata.window, *metadata.sources.values()):
+        named = vars(part).items()
+        tensors += [tensor for name, tensor in named if tensor is not None and not name.endswith("block_table")]
     return tensors
 
 

@@ -6,21 +6,13 @@ import torch
 from torch import Tensor
 
 from .. import layout
-from ..ops.metadata.batch_metadata import ARGUMENTS, CONTEXT_LENS, GROUPS, TOKENS
+from ..metadata.fill import arguments_of, names_of
+from ..sources import RATIOS, groups_of
 from ._samples_step import TOKENS as NUM_TOKENS
 from ._samples_step import Args, Step, sample
 
-BUFFER_ROWS = NUM_TOKENS + 3
-WIDTHS = {"window_indices": 12, "c128_indices": layout.c128a_width(300)}
-PAGES = {
-    "window": (layout.WINDOW_BLOCK, 1),
-    "c4": (layout.storage_block_size(layout.CSA_RATIO), layout.CSA_RATIO),
-    "c4_state": (layout.state_block_size(layout.CSA_RATIO), 1),
-    "indexer": (layout.storage_block_size(layout.CSA_RATIO), layout.CSA_RATIO),
-    "indexer_state": (layout.state_block_size(layout.CSA_RATIO), 1),
-    "c128": (layout.storage_block_size(layout.HCA_RATIO), layout.HCA_RATIO),
-    "c128_state": (layout.state_block_size(layout.HCA_RATIO), 1),
-}
+BUFFER_ROWS, WINDOW, MAX_LEN = NUM_TOKENS + 3, 12, 300
+GROUPS = {group.name: group for group in groups_of()}
 
 
 @sample
@@ -28,21 +20,25 @@ def batch_metadata(s: Step) -> list[Args]:
     slots = torch.where(s.is_valid, 7, layout.PAD_SLOT)
     slots[4] = layout.PAD_SLOT  # a token that the engine does not cache
     samples: list[Args] = []
-    for groups, slot_mapping in ((tuple(GROUPS), None), (("window", "c128"), slots), (("c4", "c4_state"), slots[:6])):
-        values: dict[str, object] = dict.fromkeys(ARGUMENTS)
-        values |= {"query_start_loc": s.query_start_loc, "seq_lens": s.seq_lens, "slot_mapping": slot_mapping}
-        values |= {"window_block_size": layout.WINDOW_BLOCK}
-        values |= {f"{group}_block_table": s.table(*PAGES[group]) for group in groups}
-        dtypes = TOKENS | {name: dtype for group in groups for name, dtype in GROUPS[group].items()}
-        dtypes |= {} if len(groups) == 2 else dict.fromkeys(CONTEXT_LENS, torch.int32)
-        values |= {name: _stale(name, dtype) for name, dtype in dtypes.items()}
-        samples.append(tuple(values.values()))
+    for names, ratios, slot_mapping in (
+        (tuple(GROUPS), RATIOS, None),
+        (("window", "entries_128"), (), slots),
+        (("entries_4", "states_4"), RATIOS, slots[:6]),
+    ):
+        groups = [GROUPS[name] for name in names]
+        tables = {group: s.table(group.page_rows, group.row_tokens) for group in groups}
+        buffers = {name: _stale(name) for name in names_of(groups, ratios)}
+        samples.append(arguments_of(s.query_start_loc, s.seq_lens, slot_mapping, tables, ratios, buffers))
     return samples
 
 
-def _stale(name: str, dtype: torch.dtype) -> Tensor:
-    shape = (BUFFER_ROWS, WIDTHS[name]) if name in WIDTHS else (BUFFER_ROWS,)
-    return torch.full(shape, 1 if dtype is torch.bool else 12345, dtype=dtype)
+def _stale(name: str) -> Tensor:
+    """Return a buffer by its declared name, full of old values."""
+    width = WINDOW if name == "window_indices" else layout.c128a_width(MAX_LEN)
+    shape = (BUFFER_ROWS, width) if name.endswith("_indices") else (BUFFER_ROWS,)
+    if name == "is_valid_token":
+        return torch.ones(shape, dtype=torch.bool)
+    return torch.full(shape, 12345, dtype=torch.int64 if name.endswith("slots") or name == "positions" else torch.int32)
 
 
 @sample
@@ -63,4 +59,4 @@ def advance(s: Step) -> list[Args]:
 @sample
 def copy_ragged_to_graph_buffers(s: Step) -> list[Args]:
     lists, ends = s.randint(0, 900, 40), torch.tensor([0, 7, 7, 20, 31], dtype=torch.int32)
-    return [(lists, ends, _stale("flat", torch.int32).repeat(reps), torch.full((8,), 9).int()) for reps in (5, 1)]
+    return [(lists, ends, _stale("flat").repeat(reps), torch.full((8,), 9).int()) for reps in (5, 1)]

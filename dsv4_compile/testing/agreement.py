@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layout import ACT_TILE
+from ..ops.common.arguments import tensors_in
 from ..ops.common.define import OPS
 from ..reference.common.block_scale import dequantize_activation, unpack_scales
 from .compare import TOLERANCES, Tolerance, assert_bitwise, assert_close
@@ -56,8 +57,8 @@ def results_of(name: str, returned: Any, args: Args) -> list[Tensor]:
 def written_arguments(name: str, args: Args) -> list[Tensor]:
     """Return those of `args` that the schema marks as mutated."""
     schema = OPS[name]._schema.arguments
-    tensors = [(a, s.alias_info) for a, s in zip(args, schema, strict=False) if isinstance(a, Tensor)]
-    return [a for a, alias in tensors if alias is not None and alias.is_write]
+    written = [a for a, s in zip(args, schema, strict=False) if s.alias_info is not None and s.alias_info.is_write]
+    return list(tensors_in(written))
 
 
 def assert_agrees(name: str, got: list[Tensor], want: list[Tensor], before: list[Tensor], *, kernel: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._compat import FakeTensorMode, OpOverload, TorchDispatchMode
+from ..ops.common.arguments import map_tensors, tensors_in
 from ..ops.common.define import EAGER, LIBRARY, REFERENCES
 from ..ops.common.kernels import runs_kernel
 from .compare import assert_bitwise
@@ -63,7 +64,7 @@ def _allclose_of_float8() -> Iterator[None]:
 def _check_fake(op: OpOverload, args: Args, where: str) -> None:
     real = _outputs(op(*_clone(args)))
     with FakeTensorMode() as mode:
-        fake = _outputs(op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args)))
+        fake = _outputs(op(*map_tensors(mode.from_tensor, args)))
     if len(real) != len(fake):
         raise AssertionError(f"{where}: {len(real)} results, the fake gives {len(fake)}")
     for i, (got, promised) in enumerate(zip(real, fake, strict=True)):
@@ -90,27 +91,26 @@ def _check_memory(op: OpOverload, args: Args, where: str) -> None:
     with poisoned_empty():
         second = _outputs(op(*second_args))
 
-    inputs = {_address(a) for a in first_args if isinstance(a, Tensor)} - {0}
+    inputs = {_address(a) for a in tensors_in(first_args)} - {0}
     for i, result in enumerate(first):
         if _address(result) in inputs:
             raise AssertionError(f"{where}: result {i} shares memory with an argument or with an earlier result")
         inputs.add(_address(result) or -1)
 
-    for i, (before, after) in enumerate(zip(args, first_args, strict=True)):
-        if isinstance(before, Tensor):
-            argument = op._schema.arguments[i]
+    for argument, *pair in zip(op._schema.arguments, args, first_args, strict=False):
+        for before, after in zip(*map(tensors_in, zip(pair)), strict=True):
             may_write = argument.alias_info is not None and argument.alias_info.is_write
             old, new = (_outside(before), _outside(after)) if may_write else (_storage(before), _storage(after))
             what = "memory around its elements changed" if may_write else "is not declared as mutated, but changed"
             assert_bitwise(new, old, label=f"{where}: argument {argument.name!r} {what}; storage")
 
-    written = [(a, b) for a, b in zip(first_args, second_args, strict=True) if isinstance(a, Tensor)]
+    written = zip(tensors_in(first_args), tensors_in(second_args), strict=True)
     for i, (a, b) in enumerate([*zip(first, second, strict=True), *written]):
         assert_bitwise(b, a, label=f"{where}: second run over poisoned memory, tensor {i}")
 
 
 def _runs_kernel(op: OpOverload, args: Args) -> bool:
-    device = next((value.device for value in args if isinstance(value, Tensor)), torch.device("cpu"))
+    device = next((tensor.device for tensor in tensors_in(args)), torch.device("cpu"))
     return runs_kernel(op._schema.name.partition("::")[2], device)
 
 
@@ -142,7 +142,7 @@ def _outside(x: Tensor) -> Tensor:
     return copy
 
 
-def _clone(args: Args) -> list[Any]:
+def _clone(args: Args) -> Args:
     """Copies with equal strides, offsets and gaps. Arguments that share a storage share it in the copy as well."""
     copies: dict[int, Tensor] = {}
 
@@ -150,7 +150,7 @@ def _clone(args: Args) -> list[Any]:
         storage = copies.setdefault(_address(x), _storage(x).clone())
         return _over(storage, x)
 
-    return [clone(a) if isinstance(a, Tensor) else a for a in args]
+    return map_tensors(clone, args)
 
 
 _SYNCHRONIZING = frozenset(

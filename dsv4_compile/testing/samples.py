@@ -11,8 +11,8 @@ import importlib
 import pkgutil
 
 import torch
-from torch import Tensor
 
+from ..ops.common.arguments import map_tensors
 from ._samples_step import BUILDERS, Args, Step
 from .generate import to_device
 
@@ -27,7 +27,7 @@ def op_samples(op: str, device: torch.device | str = "cpu") -> list[Args]:
     """Return positional arguments for one op, fresh at each call and independent of other ops."""
 
     def move(args: Args) -> Args:
-        return tuple(to_device(a, device) if isinstance(a, Tensor) else a for a in args)
+        return map_tensors(lambda x: to_device(x, device), args)
 
     return [move(args) for args in BUILDERS[op](Step(op))]
 

@@ -39,7 +39,9 @@ def key_of(args: tuple[Any, ...]) -> Key:
     """Return all that a launcher may look at; an op's schema fixes the types."""
     return tuple(
         [
-            (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGN, x.get_device()) if isinstance(x, Tensor) else x
+            (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGN, x.get_device())
+            if isinstance(x, Tensor)
+            else (key_of(x) if type(x) is list else x)
             for x in args
         ]
     )
@@ -64,9 +66,14 @@ class Launch(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A cached call. Its tensors are the arguments at `inputs`, then what `makes` allocates, from which `result` is."""
+    """A cached call. Its tensors are the arguments, then what `makes` allocates, from which `result` is.
+
+    Attributes:
+        inputs: index of each tensor among the arguments; of lists, the index of the list and that of the tensor in it.
+    """
 
     inputs: list[int]
+    in_lists: list[tuple[int, int]]
     makes: list[Callable[[], Tensor]]
     launches: list[Launch]
     result: Callable[[list[Tensor]], Any]
@@ -75,6 +82,7 @@ class Entry(NamedTuple):
         """Launch for `args` with the key of the recorded call."""
         tensors = [make() for make in self.makes]
         addresses = [args[i].data_ptr() for i in self.inputs]
+        addresses += [args[i][j].data_ptr() for i, j in self.in_lists]
         addresses += [x.data_ptr() for x in tensors]
         for run, constants, pointers, fills in self.launches:
             values = constants.copy()
@@ -177,7 +185,10 @@ class CallRecorder(TorchDispatchMode):
     def __init__(self, args: tuple[Any, ...]) -> None:
         super().__init__()
         self._inputs = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
-        tensors = [args[i] for i in self._inputs]
+        lists = [(i, x) for i, x in enumerate(args) if type(x) is list]
+        self._in_lists = [(i, j) for i, values in lists for j, x in enumerate(values) if isinstance(x, Tensor)]
+        tensors = [args[i] for i in self._inputs] + [args[i][j] for i, j in self._in_lists]
+        self._given = len(tensors)
         self._roots: dict[int, tuple[Tensor, Tensor]] = {id(x): (x, x) for x in tensors}
         """By id: a tensor, kept so that nothing else gets its id, and the one that it is a view of, or itself."""
         self._numbers = {id(x): number for number, x in enumerate(tensors)}
@@ -236,23 +247,25 @@ class CallRecorder(TorchDispatchMode):
         for out in outs:
             if out is not None:
                 views.setdefault(self._number(out), []).append(out)
-        if any(number < len(self._inputs) for number in views):
+        if any(number < self._given for number in views):
             raise NotCacheable("a result is a view of an argument")
         launches = [Launch(run, *self._arguments(values)) for run, values in self._launches]
         makes, contiguous = [], set()
-        for ident, number in [*self._numbers.items()][len(self._inputs) :]:
+        for ident, number in [*self._numbers.items()][self._given :]:
             root, make = self._roots[ident][0], self._makes[ident]
             if make is None and len(views.get(number, ())) == 1 and _fills(views[number][0], root):
                 contiguous.add(number)
                 make = _like(views[number][0])
             makes.append(make or partial(torch.empty, _bytes(root), dtype=torch.uint8, device=root.device))
-        first = len(self._inputs)
+        first = self._given
         results = [
             (lambda made: None) if out is None else _out(out, number - first, number in contiguous)
             for out in outs
             for number in [0 if out is None else self._number(out)]
         ]
-        return Entry(self._inputs, makes, launches, _tuple(results) if isinstance(result, tuple) else results[0])
+        return Entry(
+            self._inputs, self._in_lists, makes, launches, _tuple(results) if isinstance(result, tuple) else results[0]
+        )
 
     def _own(self, tensor: Tensor, make: Callable[[], Tensor] | None) -> None:
         """Remember a tensor that the launcher made."""

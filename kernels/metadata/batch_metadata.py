@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...layout import CSA_RATIO, HCA_RATIO, PAD_INDEX, PAD_LEN, cdiv, state_block_size, storage_block_size
-from ...ops.metadata.batch_metadata import CONTEXT_LENS, GROUPS, TOKENS
+from ...layout import CSA_RATIO, HCA_RATIO, PAD_INDEX, PAD_LEN, cdiv
+from ...ops.metadata.batch_metadata import WRITTEN
 from ...reference.metadata.batch_metadata import BatchMetadataArguments
+from ...sources import groups_of
 from ..host.launch import launch_kernel
 
 MAX_STARTS = 1024
@@ -28,20 +29,11 @@ LAST_INDEX = tl.constexpr(torch.iinfo(torch.int32).max)
 NO_START = tl.constexpr(torch.iinfo(torch.int64).max)
 CSA = tl.constexpr(CSA_RATIO)
 HCA = tl.constexpr(HCA_RATIO)
-NUM_GROUPS = tl.constexpr(len(GROUPS))
-WINDOW = tl.constexpr(list(GROUPS).index("window"))
-C128 = tl.constexpr(list(GROUPS).index("c128"))
-
-GROUP_RATIOS = {"c4": CSA_RATIO, "indexer": CSA_RATIO, "c128": HCA_RATIO}
-"""Groups with a slot for each compressed entry; the others have a slot for each token."""
-GROUP_PAGES = {
-    "c4": storage_block_size(CSA_RATIO),
-    "c4_state": state_block_size(CSA_RATIO),
-    "indexer": storage_block_size(CSA_RATIO),
-    "indexer_state": state_block_size(CSA_RATIO),
-    "c128": storage_block_size(HCA_RATIO),
-    "c128_state": state_block_size(HCA_RATIO),
-}
+PLACES = groups_of((CSA_RATIO, HCA_RATIO))
+"""Groups that the kernel has a place for."""
+NUM_GROUPS = tl.constexpr(len(PLACES))
+WINDOW = tl.constexpr(0)
+C128 = tl.constexpr(next(place for place, group in enumerate(PLACES) if group.listed and group.ratio == HCA_RATIO))
 
 
 class Buffers(NamedTuple):
@@ -184,32 +176,61 @@ def batch_metadata_kernel(
         tl.store(p_c128_indices + token * row_strides[1] + o_c, entries, mask=o_c < C)
 
 
+def places_of(op: BatchMetadataArguments) -> list[int] | None:
+    """Return the place in the kernel of each group of a call, None if there is none for one.
+
+    Lists have places of their own. Of the other places, a group takes the one for its pages if it is free.
+    """
+    listed = {group: WINDOW.value if op.row_tokens[group] == 1 else C128.value for group in op.listed}
+    free = [place for place in range(len(PLACES)) if place not in (WINDOW.value, C128.value)]
+    places = []
+    for group, (tokens, rows) in enumerate(zip(op.row_tokens, op.page_rows, strict=True)):
+        if group not in listed:
+            if not free:
+                return None
+            like = (place for place in free if (PLACES[place].row_tokens, PLACES[place].page_rows) == (tokens, rows))
+            listed[group] = next(like, free[0])
+            free.remove(listed[group])
+        places.append(listed[group])
+    return places if len({*places}) == len(places) else None
+
+
 def why_unsupported_batch_metadata(op: BatchMetadataArguments) -> str:
     """Return why the kernel does not support a call, "" if it does."""
-    arguments = op._asdict()
-    for name in (*TOKENS, *(name for buffers in GROUPS.values() for name in buffers), *CONTEXT_LENS):
-        buffer = arguments[name]
-        if buffer is not None and buffer.shape[0] and buffer.stride(-1) != 1 and buffer.shape[-1] > 1:
-            return f"the last dim of {name} is contiguous, this one has stride {buffer.stride(-1)}"
+    ratios = {op.row_tokens[group] for group in op.listed} - {1}
+    if ratios - {HCA_RATIO} or places_of(op) is None:
+        lists = f"these are {len(op.listed)} lists, of {sorted(ratios)} tokens, of {len(op.row_tokens)} groups"
+        return f"it lists a window and entries of {HCA_RATIO} tokens, of at most {len(PLACES)} groups, {lists}"
+    if len({*op.ratios}) != len(op.ratios) or {*op.ratios} - {CSA_RATIO, HCA_RATIO}:
+        return f"it counts entries of {CSA_RATIO} and {HCA_RATIO} tokens, these are {list(op.ratios)}"
+    for name in WRITTEN:
+        value = getattr(op, name)
+        for number, buffer in enumerate([value] if isinstance(value, Tensor) else value):
+            if buffer.shape[0] and buffer.stride(-1) != 1 and buffer.shape[-1] > 1:
+                where = name if isinstance(value, Tensor) else f"{name} {number}"
+                return f"the last dim of {where} is contiguous, this one has stride {buffer.stride(-1)}"
     return ""
 
 
 def batch_metadata(op: BatchMetadataArguments) -> None:
     """Launch `batch_metadata`; every byte of the buffers equals the reference."""
-    arguments = op._asdict()
     positions, engine, starts, lens = op.positions, op.slot_mapping, op.query_start_loc, op.seq_lens
-    tables = [arguments[f"{group}_block_table"] for group in GROUPS]
     rows, requests = positions.shape[0], lens.shape[0]
     if rows == 0:
         return
-    index_rows = op.window_indices, op.c128_indices
+    places = places_of(op)
+    assert places is not None
+    tables, slots = dict(zip(places, op.block_tables, strict=True)), dict(zip(places, op.slots, strict=True))
+    lists = {places[group]: pair for group, *pair in zip(op.listed, op.indices, op.lens, strict=True)}
+    visible = dict(zip(op.ratios, op.context_lens, strict=True))
+    index_rows = [lists[place][0] if place in lists else None for place in (WINDOW.value, C128.value)]
     widths = [0 if indices is None else indices.shape[1] for indices in index_rows]
     piece = min(PIECE, triton.next_power_of_2(max(widths[1], 1)))
-
-    def present(name: str) -> Tensor:
-        return positions if arguments[name] is None else arguments[name]
-
-    some = [positions[:, None] if table is None else table for table in tables]
+    # The kernel neither reads nor writes what a call lacks: any tensor stands for it.
+    some = [tables.get(place, positions[:, None]) for place in range(len(PLACES))]
+    pages = [(group.page_rows, group.row_tokens) for group in PLACES]
+    for place, *page in zip(places, op.page_rows, op.row_tokens, strict=True):
+        pages[place] = tuple(page)
     launch_kernel(
         batch_metadata_kernel,
         (rows, 1 + cdiv(widths[1], piece)),
@@ -217,10 +238,13 @@ def batch_metadata(op: BatchMetadataArguments) -> None:
             positions,
             op.token_to_req,
             op.is_valid_token,
-            tuple(present(f"{group}_slots") for group in GROUPS),
-            *(present(name) for name in ("window_indices", "window_lens", "c128_indices", "c128_lens", *CONTEXT_LENS)),
+            tuple(slots.get(place, positions) for place in range(len(PLACES))),
+            *lists.get(WINDOW.value, (positions, positions)),
+            *lists.get(C128.value, (positions, positions)),
+            visible.get(CSA_RATIO, positions),
+            visible.get(HCA_RATIO, positions),
         ),
-        (starts, lens, present("slot_mapping")),
+        (starts, lens, positions if engine is None else engine),
         tuple(some),
         (
             (starts.stride(0), lens.stride(0), 0 if engine is None else engine.stride(0)),
@@ -231,12 +255,12 @@ def batch_metadata(op: BatchMetadataArguments) -> None:
         requests,
         0 if engine is None else engine.shape[0],
         SHAPE=Shape(
-            has=tuple(table is not None for table in tables),
+            has=tuple(place in tables for place in range(len(PLACES))),
             has_engine=engine is not None,
-            has_c4_context=op.c4_context_lens is not None,
-            has_c128_context=op.c128_context_lens is not None,
-            pages=tuple(GROUP_PAGES.get(group, op.window_block_size) for group in GROUPS),
-            ratios=tuple(GROUP_RATIOS.get(group, 1) for group in GROUPS),
+            has_c4_context=CSA_RATIO in visible,
+            has_c128_context=HCA_RATIO in visible,
+            pages=tuple(page for page, _ in pages),
+            ratios=tuple(tokens for _, tokens in pages),
             window=widths[0],
             entries=widths[1],
             window_block=triton.next_power_of_2(max(widths[0], 1)),

@@ -20,6 +20,7 @@ from dsv4_compile.attention_backends import (
 )
 from dsv4_compile.attention_backends.v4 import DeepseekV4Metadata
 from dsv4_compile.metadata import BlockTables, build_batch_metadata
+from dsv4_compile.sources import groups_of
 from dsv4_compile.testing.batch import Batch
 from dsv4_compile.testing.generate import to_device
 from tests.attention_backends.v32 import V32Case, V32Layer
@@ -157,11 +158,12 @@ class Layer:
         batch = case.batch
         window_table, extra_table = (table.to(self.device) for table in case.tables())
         if self.swa is None:
+            names = [group.name for group in groups_of((self.setup.ratio,))]
             return build_batch_metadata(
                 query_start_loc=batch.query_start_loc().to(self.device),
                 seq_lens=batch.seq_lens_tensor().to(self.device),
                 num_tokens=batch.num_tokens,
-                block_tables=BlockTables(window_table, *(extra_table,) * 6 if self.setup.ratio > 1 else ()),
+                block_tables=BlockTables.of(dict.fromkeys(names, extra_table) | {"window": window_table}),
                 window=case.window,
                 max_model_len=MAX_MODEL_LEN,
                 ratios=(self.setup.ratio,),

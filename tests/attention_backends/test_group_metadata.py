@@ -123,7 +123,7 @@ def loaded(batch: Batch, seed: int) -> tuple[MetadataBuffers, dict[str, Table]]:
         for i, group in enumerate(buffers.groups)
     }
     tensors = {group: table_tensor(table) for group, table in tables.items()}
-    buffers.load(batch.query_start_loc(), batch.seq_lens, block_tables=BlockTables(**tensors))
+    buffers.load(batch.query_start_loc(), batch.seq_lens, block_tables=BlockTables.of(tensors))
     return buffers, tables
 
 
@@ -138,12 +138,12 @@ def test_step_builder_equals_the_builders_of_single_groups(batch: Batch, seed: i
         (step.extra[ratio], DeepseekV4FlashMLAMetadataBuilder(TOKENS, ratio=ratio, topk_tokens=64, **sizes))
         for ratio in (4, 128)
     ]
-    single.append((step.indexer, DeepseekV4IndexerMetadataBuilder(TOKENS, ratio=4, **sizes)))
-    for group, ratio in (("c4_state", 4), ("indexer_state", 4), ("c128_state", 128)):
-        options = {"indexer": group == "indexer_state", "ratio": ratio}
+    single.append((step.indexers[4], DeepseekV4IndexerMetadataBuilder(TOKENS, ratio=4, **sizes)))
+    for group, ratio in (("states_4", 4), ("key_states_4", 4), ("states_128", 128)):
+        options = {"indexer": group == "key_states_4", "ratio": ratio}
         single.append((step.states[group], DeepseekV4CompressorMetadataBuilder(TOKENS, **options, **sizes)))
     single.append((step.swa, DeepseekSparseSWAMetadataBuilder(TOKENS, decode_threshold=2)))
-    groups = ("c4", "c128", "indexer", "c4_state", "indexer_state", "c128_state", "window")
+    groups = ("entries_4", "entries_128", "keys_4", "states_4", "key_states_4", "states_128", "window")
     for group, (all_at_once, builder) in zip(groups, single, strict=True):
         alone = builder.build(0, common(batch, tables[group]))
         ours, theirs = tensors_of(all_at_once), tensors_of(alone)
@@ -161,7 +161,7 @@ def test_addresses_and_strides_of_a_step_never_change(seed: int) -> None:
     for lens in ((129, 4, 260, 0), (2, 600, 9, 0)):
         buffers.load(DECODES.query_start_loc(), lens)
         step = builder.build(DECODES.query_start_loc().tolist(), lens, DECODES.num_tokens)
-        parts = (step.swa, *step.extra.values(), step.indexer, *step.states.values())
+        parts = (step.swa, *step.extra.values(), *step.indexers.values(), *step.states.values())
         tensors_of_parts = [tensors_of(part_metadata) for part_metadata in parts]
         seen.add(
             tuple(
@@ -177,7 +177,7 @@ def test_addresses_and_strides_of_a_step_never_change(seed: int) -> None:
 def test_builders_on_common_buffers_need_equal_capacities() -> None:
     buffers = MetadataBuffers(max_num_batched_tokens=8, max_num_seqs=2, max_model_len=MAX_LEN)
     builder = DeepseekV4FlashMLAMetadataBuilder(8, max_model_len=MAX_LEN, ratio=4, buffers=buffers)
-    assert builder.tensors["c4_slots"] is buffers.tensors["c4_slots"]
+    assert builder.tensors["entries_4_slots"] is buffers.tensors["entries_4_slots"]
     with pytest.raises(InputError, match="E204"):
         DeepseekV4FlashMLAMetadataBuilder(9, max_model_len=MAX_LEN, ratio=4, buffers=buffers)
     with pytest.raises(InputError, match="E205"):

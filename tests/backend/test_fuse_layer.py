@@ -109,19 +109,19 @@ def separate(layer: DeepseekV4Attention) -> Any:
         q = ops.q_norm_rope(q, metadata.positions, table, layer.eps)
         window = metadata.window
         ops.kv_rope_insert(kv, cache.window, window.slot_mapping, metadata.positions, table, 64, "plain")
-        compressor, c128 = layer.compressor, metadata.c128
+        compressor, md, source = layer.compressor, metadata.sources[128], cache.sources[0]
         score = torch.cat((compressor.wkv(hidden), compressor.wgate(hidden)), dim=-1)
-        ops.save_partial_states(score, compressor.ape, cache.state, c128.state_slot_mapping, metadata.positions, 8)
+        ops.save_partial_states(score, compressor.ape, source.states, md.state_slot_mapping, metadata.positions, 8)
         ops.compress_norm_rope_insert(
-            cache.state,
-            c128.state_slot_mapping,
-            c128.state_block_table,
+            source.states,
+            md.state_slot_mapping,
+            md.state_block_table,
             metadata.token_to_req,
             metadata.positions,
-            c128.slot_mapping,
+            md.slot_mapping,
             compressor.norm.weight,
             table,
-            cache.extra,
+            source.entries,
             layer.eps,
             128,
             8,
@@ -137,9 +137,9 @@ def separate(layer: DeepseekV4Attention) -> Any:
             "plain",
             layer.scale,
             layer.attn_sink,
-            cache.extra,
-            c128.indices,
-            c128.lens,
+            source.entries,
+            md.indices,
+            md.lens,
             2,
         )
         return layer._project_output(out, metadata.positions)

@@ -206,7 +206,7 @@ def test_few_requests_close_a_group_if_their_groups_end_apart() -> None:
     step = decode_layers.DecodeStep.build(TINY.with_layers(128, 4), False, 130, 512, CPU)
     for spread, closing in ((False, (130, 130)), (True, (2, 33))):
         step.load(130, spread)
-        written = [int((step.buffers.tensors[f"{group}_slots"] >= 0).sum()) for group in ("c128", "c4")]
+        written = [int((step.buffers.tensors[f"{group}_slots"] >= 0).sum()) for group in ("entries_128", "entries_4")]
         assert tuple(written) == closing
 
 

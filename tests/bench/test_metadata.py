@@ -7,6 +7,7 @@ import torch
 
 from dsv4_compile import bench
 from dsv4_compile.bench import metadata, timing
+from dsv4_compile.ops.common.arguments import tensors_in
 from dsv4_compile.ops.metadata.batch_metadata import ARGUMENTS
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ def test_eager_is_timed_and_a_kernel_needs_a_gpu() -> None:
 def test_steps_are_full_and_their_cost_is_the_bytes_of_their_buffers() -> None:
     for problem in metadata.problems(CPU, {}, sizes=((3, 2),), max_lens=(700,)):
         args = problem.make(0)
-        written = [args[i] for i in problem.written]
+        written = tensors_in(args[i] for i in problem.written)
         size = sum(x.numel() * x.element_size() for x in written)
         if problem.op == "batch_metadata":
             problem.reference(*args)

@@ -147,7 +147,7 @@ def test_pages_are_those_of_this_package_in_the_same_memory(kind: CacheKind) -> 
     engine_view = views(kind, 3, BLOCK_BYTES, memory, first=576)
     pages = from_dlpack(kind.pages_of(engine_view))
     formats = CacheFormat.resolve("fp8_ds_mla")
-    layer = {"window": SWA_LAYER, "c128": HCA_LAYER, "c128_state": HCA_LAYER}.get(kind.group, CSA_LAYER)
+    layer = {"window": SWA_LAYER, "entries_128": HCA_LAYER, "states_128": HCA_LAYER}.get(kind.group, CSA_LAYER)
     cache = allocate_layer_cache(FLASH, layer, formats, lambda group: 3).tensors()[kind.name]
     assert (pages.shape, pages.dtype) == (cache.shape, cache.dtype)
     assert pages.data_ptr() == engine_view.data_ptr() and pages.storage_offset() == 0
@@ -207,13 +207,15 @@ def test_pages_beyond_2_31_bytes_are_written_and_read(far_pages: Tensor) -> None
 
 
 def test_two_groups_of_windows_make_two_sets_of_tables() -> None:
-    swa, csa, hca = {"window": 0}, {"window": 0, "c4": 2, "c4_state": 3}, {"window": 1, "c128": 4}
+    swa, csa, hca = {"window": 0}, {"window": 0, "entries_4": 2, "states_4": 3}, {"window": 1, "entries_128": 4}
     sets, chosen = table_sets([swa, csa, hca, csa | {"window": 1}, swa])
-    assert sets == [csa, hca | {"c4": 2, "c4_state": 3}] and chosen == [0, 0, 1, 1, 0]
+    assert sets == [csa, hca | {"entries_4": 2, "states_4": 3}] and chosen == [0, 0, 1, 1, 0]
 
 
 def test_layers_with_a_window_but_not_another_table_in_common_share_no_set() -> None:
-    sets, chosen = table_sets([{"window": 0, "c4": 1}, {"window": 0, "c4": 2}, {"window": 0, "c4": 1}])
+    sets, chosen = table_sets(
+        [{"window": 0, "entries_4": 1}, {"window": 0, "entries_4": 2}, {"window": 0, "entries_4": 1}]
+    )
     assert len(sets) == 2 and chosen == [0, 1, 0]
 
 
@@ -224,7 +226,15 @@ def flatten(metadata: AttentionMetadata) -> list[Tensor]:
 
 def test_metadata_is_that_of_the_batch_and_of_nothing_for_padding() -> None:
     buffers = StepBuffers(window=128, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=1024)
-    groups = {"window": 64, "c4": 256, "indexer": 256, "c128": 256, "c4_state": 4, "indexer_state": 4, "c128_state": 8}
+    groups = {
+        "window": 64,
+        "entries_4": 256,
+        "keys_4": 256,
+        "entries_128": 256,
+        "states_4": 4,
+        "key_states_4": 4,
+        "states_128": 8,
+    }
     numbers = {group: buffers.add_table((group,), tokens) for group, tokens in groups.items()}
     random = torch.Generator().manual_seed(0)
     tables = {
@@ -236,7 +246,7 @@ def test_metadata_is_that_of_the_batch_and_of_nothing_for_padding() -> None:
     positions = torch.cat((positions, torch.full((7,), 5)))  # an engine leaves what was there
     buffers.load(torch.tensor([0, 60]), torch.arange(60))  # a larger step before
     for group, table in tables.items():
-        buffers.load_table(numbers[group], torch.cat((table, table), 1) if group == "c4" else table)
+        buffers.load_table(numbers[group], torch.cat((table, table), 1) if group == "entries_4" else table)
     buffers.load(starts, torch.cat((torch.arange(33), torch.full((7,), -1))))
     step = buffers.step(positions, [numbers])
     assert step.shape == positions.shape, "layers may look at the shape of what they take for positions"
@@ -246,7 +256,7 @@ def test_metadata_is_that_of_the_batch_and_of_nothing_for_padding() -> None:
         query_start_loc=starts,
         seq_lens=lens,
         num_tokens=40,
-        block_tables=BlockTables(**padded),
+        block_tables=BlockTables.of(padded),
         window=128,
         max_model_len=1024,
     )
@@ -254,7 +264,7 @@ def test_metadata_is_that_of_the_batch_and_of_nothing_for_padding() -> None:
     buffers.clear()
     (nothing,) = buffers.step(positions, [numbers]).metadata
     assert not nothing.is_valid_token.any() and (nothing.window.slot_mapping == -1).all()
-    assert nothing.c128 is not None and (nothing.c128.lens == 0).all()
+    assert nothing.sources[128] is not None and (nothing.sources[128].lens == 0).all()
 
 
 def test_table_of_a_group_keeps_its_address() -> None:

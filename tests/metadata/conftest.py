@@ -15,13 +15,13 @@ from dsv4_compile.metadata import AttentionMetadata, BlockTables
 from dsv4_compile.testing.batch import Table, compressed_slot, entry_row, random_table, slot, table_tensor, window_row
 
 PAGE_TOKENS = {
-    "window": layout.WINDOW_BLOCK,
-    "c4": layout.KV_BLOCK,
-    "c4_state": layout.state_block_size(4),
-    "indexer": layout.KV_BLOCK,
-    "indexer_state": layout.state_block_size(4),
-    "c128": layout.KV_BLOCK,
-    "c128_state": layout.state_block_size(128),
+    "window": 64,
+    "entries_4": 256,
+    "states_4": 4,
+    "keys_4": 256,
+    "key_states_4": 4,
+    "entries_128": 256,
+    "states_128": 8,
 }
 
 
@@ -33,7 +33,7 @@ class Model:
         self.lists: dict[str, Table] = {
             name: random_table(rng, requests, count, hostile=hostile) for name, count in columns.items()
         }
-        self.tables = BlockTables(**{name: table_tensor(table, columns[name]) for name, table in self.lists.items()})
+        self.tables = BlockTables.of({name: table_tensor(table, columns[name]) for name, table in self.lists.items()})
         self.window, self.width = window, layout.c128a_width(max_model_len)
         self.max_model_len = max_model_len
 
@@ -41,7 +41,7 @@ class Model:
         """Return all values of one token by the path of their tensor; position -1 is padding."""
         row, owner = max(position, 0), request if position >= 0 else 0
         indices, lens = window_row(self.lists["window"], owner, position, self.window, layout.WINDOW_BLOCK)
-        entries, count = entry_row(self.lists["c128"], owner, position, self.width, 2, 128)
+        entries, count = entry_row(self.lists["entries_128"], owner, position, self.width, 2, 128)
         return {
             "positions": row,
             "token_to_req": owner,
@@ -49,16 +49,16 @@ class Model:
             "window.slot_mapping": slot(self.lists["window"], owner, position, layout.WINDOW_BLOCK),
             "window.indices": indices,
             "window.lens": lens,
-            "c4.slot_mapping": compressed_slot(self.lists["c4"], owner, position, 64, 4),
-            "c4.state_slot_mapping": slot(self.lists["c4_state"], owner, position, 4),
-            "c4.context_lens": (position + 1) // 4,
-            "c4.indexer_slot_mapping": compressed_slot(self.lists["indexer"], owner, position, 64, 4),
-            "c4.indexer_state_slot_mapping": slot(self.lists["indexer_state"], owner, position, 4),
-            "c128.slot_mapping": compressed_slot(self.lists["c128"], owner, position, 2, 128),
-            "c128.state_slot_mapping": slot(self.lists["c128_state"], owner, position, 8),
-            "c128.context_lens": (position + 1) // 128,
-            "c128.indices": entries,
-            "c128.lens": count,
+            "sources[4].slot_mapping": compressed_slot(self.lists["entries_4"], owner, position, 64, 4),
+            "sources[4].state_slot_mapping": slot(self.lists["states_4"], owner, position, 4),
+            "sources[4].context_lens": (position + 1) // 4,
+            "sources[4].indexer_slot_mapping": compressed_slot(self.lists["keys_4"], owner, position, 64, 4),
+            "sources[4].indexer_state_slot_mapping": slot(self.lists["key_states_4"], owner, position, 4),
+            "sources[128].slot_mapping": compressed_slot(self.lists["entries_128"], owner, position, 2, 128),
+            "sources[128].state_slot_mapping": slot(self.lists["states_128"], owner, position, 8),
+            "sources[128].context_lens": (position + 1) // 128,
+            "sources[128].indices": entries,
+            "sources[128].lens": count,
         }
 
 
@@ -68,21 +68,25 @@ def _flatten(metadata: object, prefix: str = "") -> dict[str, Tensor]:
         value = getattr(metadata, field.name)
         if isinstance(value, Tensor):
             tensors[prefix + field.name] = value
+        elif isinstance(value, dict):
+            for key, held in value.items():
+                tensors |= _flatten(held, f"{prefix}{field.name}[{key}].")
         elif value is not None:
             tensors |= _flatten(value, f"{prefix}{field.name}.")
     return tensors
 
 
-INT64 = {"positions", *(f"{prefix}slot_mapping" for prefix in ("window.", "c4.", "c4.state_", "c128.", "c128.state_"))}
-INT64 |= {"c4.indexer_slot_mapping", "c4.indexer_state_slot_mapping"}
+INT64 = {"positions", "window.slot_mapping"}
+INT64 |= {f"sources[{ratio}].{role}slot_mapping" for ratio in (4, 128) for role in ("", "state_")}
+INT64 |= {"sources[4].indexer_slot_mapping", "sources[4].indexer_state_slot_mapping"}
 
 TABLES = {
-    "c4.block_table": "c4",
-    "c4.state_block_table": "c4_state",
-    "c4.indexer_block_table": "indexer",
-    "c4.indexer_state_block_table": "indexer_state",
-    "c128.block_table": "c128",
-    "c128.state_block_table": "c128_state",
+    "sources[4].block_table": "entries_4",
+    "sources[4].state_block_table": "states_4",
+    "sources[4].indexer_block_table": "keys_4",
+    "sources[4].indexer_state_block_table": "key_states_4",
+    "sources[128].block_table": "entries_128",
+    "sources[128].state_block_table": "states_128",
 }
 
 
@@ -101,7 +105,7 @@ def assert_describes() -> Callable[[AttentionMetadata, Model, list[tuple[int, in
             assert tensors[name].tolist() == [values[name] for values in expected], name
         assert set(tensors) == names | set(TABLES)
         for name, table in TABLES.items():
-            assert tensors[name] is getattr(model.tables, table), name
+            assert tensors[name] is model.tables.tensors()[table], name
 
     return compare
 

@@ -52,7 +52,7 @@ def test_mixed_batch_is_exact(batch_model: type, assert_describes: Callable) -> 
     metadata = of_batch(model, batch)
     assert_describes(metadata, model, batch.tokens())
     assert metadata.is_valid_token.tolist() == [True] * 507 + [False] * 5
-    assert metadata.c128.indices.shape == (512, 128)
+    assert metadata.sources[128].indices.shape == (512, 128)
 
 
 @pytest.mark.parametrize("hostile", [False, True])
@@ -170,12 +170,12 @@ def test_hostile_tokens_and_tables_become_padding(batch_model: type) -> None:
     assert ((metadata.token_to_req >= 0) & (metadata.token_to_req < 3)).all()
     assert (metadata.positions >= 0).all()
     assert (metadata.window.indices >= -1).all()
-    assert (metadata.c128.indices >= -1).all()
+    assert (metadata.sources[128].indices >= -1).all()
     padding = ~metadata.is_valid_token
     assert (metadata.window.slot_mapping[padding] == -1).all()
     assert not metadata.window.lens[padding].any()
-    assert not metadata.c4.context_lens[padding].any()
-    assert not metadata.c128.lens[padding].any()
+    assert not metadata.sources[4].context_lens[padding].any()
+    assert not metadata.sources[128].lens[padding].any()
 
 
 def test_building_does_not_synchronise(batch_model: type) -> None:
@@ -196,20 +196,19 @@ def test_building_does_not_synchronise(batch_model: type) -> None:
 @pytest.mark.parametrize("ratios", [(), (0, 1), (4,), (128,), [0, 128, 4, 128]])
 def test_only_the_ratios_of_the_model_are_built(batch_model: type, ratios: tuple[int, ...]) -> None:
     model = batch_model(random.Random(0), 1, MAX_LEN, 8)
-    if 4 not in ratios:
-        model.tables = replace(model.tables, c4=None, c4_state=None, indexer=None, indexer_state=None)
-    if 128 not in ratios:
-        model.tables = replace(model.tables, c128=None, c128_state=None)
+    model.tables = model.tables.of_ratios(ratios)
     metadata = of_batch(model, Batch((2,), (9,)), ratios=ratios)
-    assert (metadata.c4 is not None) == (4 in ratios)
-    assert (metadata.c128 is not None) == (128 in ratios)
+    assert set(metadata.sources) == {*ratios} - {0, 1}
 
 
-@pytest.mark.parametrize("missing", ["c4", "c4_state", "indexer", "indexer_state", "c128", "c128_state"])
+@pytest.mark.parametrize("missing", ["entries_4", "states_4", "keys_4", "key_states_4", "entries_128", "states_128"])
 def test_missing_block_table_raises_with_its_name(batch_model: type, missing: str) -> None:
     model = batch_model(random.Random(0), 1, MAX_LEN, 8)
-    model.tables = replace(model.tables, **{missing: None})
-    with pytest.raises(InputError, match=f"block_tables.{missing}=None"):
+    role, _, ratio = missing.rpartition("_")
+    sources = dict(model.tables.sources)
+    sources[int(ratio)] = replace(sources[int(ratio)], **{role: None})
+    model.tables = replace(model.tables, sources=sources)
+    with pytest.raises(InputError, match=f"no block table of {missing}"):
         of_batch(model, Batch((2,), (9,)))
 
 
@@ -222,8 +221,8 @@ def test_window_block_size_is_respected(batch_model: type) -> None:
 
 
 @pytest.mark.parametrize(("max_model_len", "width"), [(1, 128), (16384, 128), (16385, 256), (131072, 1024)])
-def test_c128_rows_have_the_width_from_layout(batch_model: type, max_model_len: int, width: int) -> None:
+def test_lists_of_entries_have_the_width_from_layout(batch_model: type, max_model_len: int, width: int) -> None:
     model = batch_model(random.Random(0), 1, MAX_LEN, 8)
     model.max_model_len = max_model_len
-    assert of_batch(model, Batch((1,), (1,))).c128.indices.shape == (1, width)
-    assert layout.c128a_width(max_model_len) == width
+    assert of_batch(model, Batch((1,), (1,))).sources[128].indices.shape == (1, width)
+    assert layout.listed_width(128, max_model_len) == layout.c128a_width(max_model_len) == width

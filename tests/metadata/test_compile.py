@@ -89,7 +89,7 @@ def test_metadata_can_be_an_intermediate_of_a_graph(batch_model: type, seed: int
 
     def step(*arguments: Tensor) -> Tensor:
         metadata = per_token(*arguments, tables)
-        return metadata.window.indices.sum(1) + metadata.c128.lens + metadata.c4.context_lens
+        return metadata.window.indices.sum(1) + metadata.sources[128].lens + metadata.sources[4].context_lens
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     arguments = token_arguments(rng, 30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -13,19 +12,23 @@ from torch.utils import _pytree as pytree
 from dsv4_compile.cpu import native
 from dsv4_compile.metadata import BlockTables, build_metadata
 from dsv4_compile.metadata.on_cpu import build_on_cpu
+from dsv4_compile.metadata.types import metadata_of
+from dsv4_compile.sources import groups_of
 from dsv4_compile.testing import assert_bitwise
 
 
 def tables(requests: int = 3) -> BlockTables:
     """Return tables of random pages; some do not exist."""
-    columns = {"window": 5, "c4": 3, "c4_state": 40, "indexer": 3, "indexer_state": 41, "c128": 3, "c128_state": 30}
-    return BlockTables(**{k: torch.randint(-1, 9, (requests, n), dtype=torch.int32) for k, n in columns.items()})
-
-
-def leaves(value: Any) -> list[Tensor]:
-    if is_dataclass(value):
-        return [leaf for field in fields(value) for leaf in leaves(getattr(value, field.name))]
-    return [] if value is None else [value]
+    columns = {
+        "window": 5,
+        "entries_4": 3,
+        "states_4": 40,
+        "keys_4": 3,
+        "key_states_4": 41,
+        "entries_128": 3,
+        "states_128": 30,
+    }
+    return BlockTables.of({k: torch.randint(-1, 9, (requests, n), dtype=torch.int32) for k, n in columns.items()})
 
 
 def arguments(tokens: int, ratios: tuple[int, ...]) -> dict[str, Any]:
@@ -57,8 +60,11 @@ def test_one_op_builds_what_its_parts_do(tokens: int, ratios: tuple[int, ...], k
     known = (call["token_to_req"] >= 0) & (call["token_to_req"] < 3)
     positions = torch.where(call["is_valid_token"] & known, call["positions"], -1)
     requests = torch.where(positions >= 0, call["token_to_req"], 0)
-    got = build_on_cpu(positions, requests, call["block_tables"], 32, 300, ratios, 64)
-    for a, b in zip(leaves(got), leaves(want), strict=True):
+    groups = groups_of(ratios)
+    held = [call["block_tables"].table(group) for group in groups]
+    rows = build_on_cpu(positions, requests, groups, held, {"window": 32, "entries_128": 128})
+    got = metadata_of(rows, call["block_tables"].of_ratios(ratios))
+    for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
         assert_bitwise(a, b)
 
 
@@ -72,7 +78,7 @@ def test_a_graph_on_a_cpu_builds_metadata_with_one_call_and_others_by_its_parts(
 
     call = pytree.tree_map_only(Tensor, lambda x: x.to(device), arguments(7, (4, 128)))
     got = torch.compile(build_metadata, backend=look, fullgraph=True)(**call)
-    for a, b in zip(leaves(got), leaves(build_metadata(**call)), strict=True):
+    for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(build_metadata(**call)), strict=True):
         assert (a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape)
         if device == "cpu":
             assert_bitwise(a, b)
@@ -84,6 +90,7 @@ def test_the_op_keeps_its_promises(kernels: str) -> None:
     call = (
         torch.tensor([3, -1, 127]),
         torch.tensor([0, 0, 2]),
-        [block_tables.window, block_tables.c4, block_tables.c128],
+        [block_tables.window, block_tables.sources[4].entries, block_tables.sources[128].entries],
     )
-    torch.library.opcheck(torch.ops.dsv4_metadata.build.default, (*call, [1, 4, 128], [64, 64, 2], 16, 128))
+    groups = [1, 4, 128], [64, 64, 2], [0, 2], [16, 128], [4, 128]
+    torch.library.opcheck(torch.ops.dsv4_metadata.build.default, (*call, *groups))

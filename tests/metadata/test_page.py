@@ -10,7 +10,7 @@ from dsv4_compile.metadata import BUFFERS
 
 PAGE = Path(__file__).resolve().parents[2] / "dsv4_compile" / "docs" / "metadata.md"
 LETTERS = {"max_num_seqs": "R", "max_num_seqs_plus_1": "R + 1", "max_num_batched_tokens": "T", "window": "W"}
-LETTERS |= {"c128a_width": "C"}
+LETTERS |= {"entries_128_width": "C"}
 
 
 def test_the_page_lists_the_declared_buffers() -> None:

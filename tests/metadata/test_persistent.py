@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ def random_tables(rng: random.Random, buffers: MetadataBuffers, requests: int = 
         pages = rng.sample(range(requests * columns), requests * columns)
         return torch.tensor(pages, dtype=torch.int32).view(requests, columns)
 
-    return BlockTables(**{group: table(group) for group in buffers.groups})
+    return BlockTables.of({group: table(group) for group in buffers.groups})
 
 
 def poison(buffers: MetadataBuffers) -> None:
@@ -194,8 +193,8 @@ def test_engine_block_tables_are_used_in_place() -> None:
     buffers = made()
     tables = random_tables(random.Random(0), buffers, REQUESTS + 2)
     adopted = made(block_tables=tables)
-    for field in fields(BlockTables):
-        ours, theirs = getattr(adopted.block_tables, field.name), getattr(tables, field.name)
+    for group, theirs in tables.tensors().items():
+        ours = adopted.block_tables.tensors()[group]
         assert ours.data_ptr() == theirs.data_ptr()
         assert ours.shape == (REQUESTS, theirs.shape[1])
     adopted.load([0, 300], [300], block_tables=tables)
@@ -208,15 +207,15 @@ def test_a_model_has_the_buffers_of_its_ratios(ratios: tuple[int, ...]) -> None:
     buffers = made(ratios=ratios)
     buffers.refresh()
     metadata = buffers.metadata(3)
-    assert (metadata.c4 is not None, metadata.c128 is not None) == (4 in ratios, 128 in ratios)
-    assert any("indexer" in name for name in buffers.tensors) == (4 in ratios)
+    assert set(metadata.sources) == {*ratios} - {1}
+    assert any("keys" in name for name in buffers.tensors) == (4 in ratios)
 
 
 def test_load_overwrites_everything_of_the_previous_batch() -> None:
     buffers = made()
     full = random_tables(random.Random(0), buffers)
     buffers.load([0, 2, 4, 6], [2, 2, 2], block_tables=full, input_ids=range(6), reserved=[4, 5, 6])
-    narrow = BlockTables(**{g: getattr(full, g)[:1, :40] for g in buffers.groups})
+    narrow = BlockTables.of({group: table[:1, :40] for group, table in full.tensors().items()})
     buffers.load([0, 1], [5], block_tables=narrow, input_ids=[7])
     assert buffers.tensors["query_start_loc"].tolist() == [0] + [1] * REQUESTS
     assert buffers.tensors["seq_lens"].tolist() == [5] + [0] * (REQUESTS - 1)
@@ -265,17 +264,17 @@ def test_block_table_of_wrong_size_raises() -> None:
     buffers = made()
     tables = random_tables(random.Random(0), buffers)
     for group in buffers.groups:
-        full = {g: getattr(tables, g) for g in buffers.groups}
-        short = BlockTables(**full | {group: full[group][:, :1]})
+        full = tables.tensors()
+        short = BlockTables.of(full | {group: full[group][:, :1]})
         with pytest.raises(GraphError, match=f"(?s)E403.*{group} block table"):
             buffers.load([0, 1], [600], block_tables=short)
         assert not buffers.tensors["seq_lens"].any()
         with pytest.raises(GraphError, match="E403"):
             made(block_tables=short)
-        wide = BlockTables(**full | {group: full[group].repeat(1, 2)})
+        wide = BlockTables.of(full | {group: full[group].repeat(1, 2)})
         with pytest.raises(GraphError, match=r"(?s)E403.*columns up to max_model_len"):
             buffers.load([0, 1], [600], block_tables=wide)
-    with pytest.raises(InputError, match=r"(?s)E201.*block_tables\.c4=None"):
+    with pytest.raises(InputError, match=r"(?s)E201.*no block table of entries_4"):
         buffers.load([0, 1], [600], block_tables=BlockTables(window=tables.window))
 
 
@@ -316,7 +315,7 @@ def test_slot_mapping_is_required_exactly_with_engine_slots() -> None:
         made().load([0, 1], [1], slot_mapping=torch.zeros(1, dtype=torch.int64))
     with pytest.raises(InputError, match="E204"):
         made(max_num_seqs=0)
-    assert layout.c128a_width(MAX_LEN) == made().tensors["c128_indices"].shape[1]
+    assert layout.listed_width(128, MAX_LEN) == made().tensors["entries_128_indices"].shape[1]
 
 
 def test_a_new_batch_has_no_overflow_of_the_last_one() -> None:

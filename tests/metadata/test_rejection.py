@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile import DeepseekV4Config, layout
-from dsv4_compile.cache import CacheFormat, LayerCache, PagedCaches
+from dsv4_compile.cache import CacheFormat, LayerCache, PagedCaches, SourceCache
 from dsv4_compile.config import Rope
 from dsv4_compile.metadata import AttentionMetadata, CompressedMetadata, MetadataBuffers
 from dsv4_compile.rope_tables import cos_sin_cache
@@ -47,9 +47,9 @@ class Model:
     @classmethod
     def random(cls) -> Model:
         widths = {"q": HEADS * DIM, "kv": DIM, "index_q": HEADS * INDEX_DIM, "index_weights": HEADS}
-        widths |= {"c4": 4 * DIM, "c128": 2 * DIM, "indexer": 4 * INDEX_DIM}
+        widths |= {"entries_4": 4 * DIM, "entries_128": 2 * DIM, "keys_4": 4 * INDEX_DIM}
         tables = {name: torch.randn(VOCABULARY, width) for name, width in widths.items()}
-        for name, ratio in (("c4", 4), ("c128", 128), ("indexer", 4)):
+        for name, ratio in (("entries_4", 4), ("entries_128", 128), ("keys_4", 4)):
             tables[f"{name}_ape"] = torch.randn(ratio, tables[name].shape[1] // 2)
         return cls(tables)
 
@@ -60,16 +60,17 @@ class Model:
         torch.ops.dsv4.kv_rope_insert(
             x["kv"], cache.window, md.window.slot_mapping, md.positions, COS_SIN, layout.WINDOW_BLOCK, PLAIN
         )
-        group = md.c4 if ratio == 4 else md.c128
+        group, source = md.sources[ratio], cache.sources[0]
         block = layout.storage_block_size(ratio)
         slots = (group.state_slot_mapping, group.state_block_table, group.slot_mapping)
-        self.compress(f"c{ratio}", x[f"c{ratio}"], md, cache.state, slots, cache.extra, ratio)
+        name = f"entries_{ratio}"
+        self.compress(name, x[name], md, source.states, slots, source.entries, ratio)
         indices, lens = group.indices, group.lens
         if ratio == 4:
-            indices, lens = self.select(x, md, group, cache)
+            indices, lens = self.select(x, md, group, source)
         out, _ = torch.ops.dsv4.sparse_mla_decode(
             q, cache.window, md.window.indices, md.window.lens, layout.WINDOW_BLOCK, PLAIN, 0.2, None,
-            cache.extra, indices, lens, block,
+            source.entries, indices, lens, block,
         )  # fmt: skip
         return out
 
@@ -86,18 +87,18 @@ class Model:
         )  # fmt: skip
 
     def select(
-        self, x: dict[str, Tensor], md: AttentionMetadata, c4: CompressedMetadata, cache: LayerCache
+        self, x: dict[str, Tensor], md: AttentionMetadata, group: CompressedMetadata, source: SourceCache
     ) -> tuple[Tensor, Tensor]:
-        slots = (c4.indexer_state_slot_mapping, c4.indexer_state_block_table, c4.indexer_slot_mapping)
-        self.compress("indexer", x["indexer"], md, cache.indexer_state, slots, cache.indexer, 4)
+        slots = (group.indexer_state_slot_mapping, group.indexer_state_block_table, group.indexer_slot_mapping)
+        self.compress("keys_4", x["keys_4"], md, source.key_states, slots, source.keys, 4)
         queries = torch.ops.dsv4.indexer_q_rope_quant(
             x["index_q"].unflatten(1, (HEADS, INDEX_DIM)), md.positions, COS_SIN, x["index_weights"], PLAIN
         )
         block = layout.storage_block_size(4)
         topk = torch.ops.dsv4.indexer_logits_topk(
-            *queries, cache.indexer, c4.indexer_block_table, md.token_to_req, c4.context_lens, block, PLAIN, TOPK
+            *queries, source.keys, group.indexer_block_table, md.token_to_req, group.context_lens, block, PLAIN, TOPK
         )
-        return torch.ops.dsv4.global_topk(topk, md.token_to_req, c4.block_table, md.is_valid_token, block)
+        return torch.ops.dsv4.global_topk(topk, md.token_to_req, group.block_table, md.is_valid_token, block)
 
 
 class Run:
@@ -195,9 +196,10 @@ def test_rejected_drafts_change_no_output_and_no_cache() -> None:
     assert set(speculative.outputs) == reached
     for key in sorted(reached):
         assert close(speculative.outputs[key], plain.outputs[key]), f"request, position {key}"
-    for ratio, group, name in ((4, "c4", "extra"), (4, "indexer", "indexer"), (128, "c128", "extra")):
-        ours, theirs = (getattr(run.caches.layers[ratio != 4], name) for run in (speculative, plain))
-        table, block = getattr(plain.caches.block_tables, group), layout.storage_block_size(ratio)
+    for ratio, role in ((4, "entries"), (4, "keys"), (128, "entries")):
+        ours, theirs = (getattr(run.caches.layers[ratio != 4].sources[0], role) for run in (speculative, plain))
+        group, block = f"{role}_{ratio}", layout.storage_block_size(ratio)
+        table = plain.caches.block_tables.tensors()[group]
         for r in range(REQUESTS):
             entries = torch.arange(int(ends[r]) // ratio)
             pages = table[r, entries // block].long()

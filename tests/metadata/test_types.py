@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from dsv4_compile.errors import InputError
 from dsv4_compile.metadata import AttentionMetadata, BlockTables, CompressedMetadata, WindowMetadata
 
 
@@ -14,11 +15,11 @@ def filled(cls: type, **given: object) -> object:
     return cls(**{f.name: torch.tensor([i]) for i, f in enumerate(fields(cls))} | given)
 
 
-def nested(c128: object = None) -> AttentionMetadata:
-    return filled(AttentionMetadata, window=filled(WindowMetadata), c4=filled(CompressedMetadata), c128=c128)
+def nested() -> AttentionMetadata:
+    return filled(AttentionMetadata, window=filled(WindowMetadata), sources={4: filled(CompressedMetadata)})
 
 
-@pytest.mark.parametrize("cls", [BlockTables, WindowMetadata, CompressedMetadata])
+@pytest.mark.parametrize("cls", [WindowMetadata, CompressedMetadata])
 def test_every_field_is_a_leaf_that_nothing_replaces(cls: type) -> None:
     value = filled(cls)
     leaves, spec = pytree.tree_flatten(value)
@@ -28,20 +29,32 @@ def test_every_field_is_a_leaf_that_nothing_replaces(cls: type) -> None:
         setattr(value, fields(cls)[0].name, None)
 
 
+def test_block_tables_are_a_tree_and_have_the_names_of_their_groups() -> None:
+    named = {name: torch.tensor([[i]]) for i, name in enumerate(("window", "entries_4", "keys_4", "entries_2"))}
+    tables = BlockTables.of(named)
+    assert pytree.tree_leaves(tables) == [*named.values()]
+    assert tables.tensors() == named
+    moved = pytree.tree_map(lambda x: x + 1, tables)
+    assert moved.sources[4].keys == 3 and moved.sources[4].states is None
+    assert "sources={4: SourceTables(entries=int64[1, 1], keys=int64[1, 1]), 2: Source" in repr(tables)
+    with pytest.raises(InputError, match=r"(?s)E201.*states of ratio 4"):
+        BlockTables.of({"window": named["window"], "states_4": named["keys_4"]})
+
+
 def test_metadata_prints_shapes_and_no_values() -> None:
     text = repr(AttentionMetadata(torch.arange(48), *torch.zeros(2, 48), WindowMetadata(*torch.zeros(3, 48, 2).int())))
     assert text == (
         "AttentionMetadata(positions=int64[48], token_to_req=float32[48], is_valid_token=float32[48], "
-        "window=WindowMetadata(slot_mapping=int32[48, 2], indices=int32[48, 2], lens=int32[48, 2]))"
+        "window=WindowMetadata(slot_mapping=int32[48, 2], indices=int32[48, 2], lens=int32[48, 2]), sources={})"
     )
 
 
 def test_metadata_is_mapped_as_a_tree_and_absent_parts_stay_absent() -> None:
     moved = pytree.tree_map(lambda x: x + 1, nested())
     assert isinstance(moved, AttentionMetadata)
-    assert moved.c128 is None
+    assert list(moved.sources) == [4]
     assert moved.window.lens == nested().window.lens + 1
-    assert moved.c4.indexer_state_block_table == nested().c4.indexer_state_block_table + 1
+    assert moved.sources[4].indexer_state_block_table == nested().sources[4].indexer_state_block_table + 1
 
 
 def test_metadata_goes_into_a_compiled_function_and_comes_out() -> None:
@@ -49,7 +62,7 @@ def test_metadata_goes_into_a_compiled_function_and_comes_out() -> None:
         window = metadata.window
         shifted = WindowMetadata(window.slot_mapping + 1, window.indices, window.lens * 2)
         return AttentionMetadata(
-            metadata.positions + 1, metadata.token_to_req, metadata.is_valid_token, shifted, metadata.c4
+            metadata.positions + 1, metadata.token_to_req, metadata.is_valid_token, shifted, metadata.sources
         )
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)

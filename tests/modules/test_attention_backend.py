@@ -100,12 +100,12 @@ class Serving:
             return CommonAttentionMetadata.of(
                 query_start_loc=starts,
                 seq_lens=self.lengths,
-                block_table=getattr(self.paged.block_tables, name),
+                block_table=self.paged.block_tables.tensors()[name],
                 slot_mapping=metadata.window.slot_mapping,
                 positions=metadata.positions,
             )
 
-        extra = None if self.extra is None else self.extra.build(0, group(f"c{self.layer.ratio}"))
+        extra = None if self.extra is None else self.extra.build(0, group(f"entries_{self.layer.ratio}"))
         return DeepseekV4Metadata(self.swa.build(0, group("window")), extra)
 
 
@@ -129,7 +129,7 @@ def test_outputs_and_caches_equal_those_of_the_paged_backend(
         hidden = torch.randn(sum(counts) + rng.randint(0, 2), CONFIG.hidden_size).bfloat16()
         assert_close(ours.step(counts, hidden), paged.step(counts, hidden), PROJECTED)
     for cache_name, cache in ours.paged.layers[0].tensors().items():
-        assert_bitwise(cache, getattr(paged.paged.layers[0], cache_name), label=cache_name)
+        assert_bitwise(cache, paged.paged.layers[0].tensors()[cache_name], label=cache_name)
 
 
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), [SYSTEMS[0], SYSTEMS[2], SYSTEMS[3]])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 from hypothesis import given
@@ -24,15 +22,15 @@ SMALL = DeepseekV4Config(
     sliding_window=32,
     index_head_dim=8,
 ).with_layers(1, 4, 128)
-PAGES = {"window": 3, "c4": 4, "c4_state": 5, "indexer": 6, "indexer_state": 7, "c128": 8, "c128_state": 9}
+PAGES = {"window": 3, "entries_4": 4, "states_4": 5, "keys_4": 6, "key_states_4": 7, "entries_128": 8, "states_128": 9}
 PAGE_TOKENS = {
     "window": layout.WINDOW_BLOCK,
-    "c4": layout.KV_BLOCK,
-    "c4_state": layout.state_block_size(4),
-    "indexer": layout.KV_BLOCK,
-    "indexer_state": layout.state_block_size(4),
-    "c128": layout.KV_BLOCK,
-    "c128_state": layout.state_block_size(128),
+    "entries_4": layout.KV_BLOCK,
+    "states_4": layout.state_block_size(4),
+    "keys_4": layout.KV_BLOCK,
+    "key_states_4": layout.state_block_size(4),
+    "entries_128": layout.KV_BLOCK,
+    "states_128": layout.state_block_size(128),
 }
 
 
@@ -66,23 +64,24 @@ class TestLayerCaches:
     def test_csa_layers(self, words: tuple[str, ...], indexer: object) -> None:
         assert described(allocated(1, *words)) == {
             "window": (self.U8, (3, 64 * 584), (37440, 1)),
-            "extra": (self.U8, (4, 64 * 584), (37440, 1)),
-            "state": (self.F32, (5, 4, 2048), (8192, 2048, 1)),
-            "indexer": indexer,
-            "indexer_state": (self.F32, (7, 4, 512), (2048, 512, 1)),
+            "entries": (self.U8, (4, 64 * 584), (37440, 1)),
+            "states": (self.F32, (5, 4, 2048), (8192, 2048, 1)),
+            "keys": indexer,
+            "key_states": (self.F32, (7, 4, 512), (2048, 512, 1)),
         }
 
     def test_hca_layers(self) -> None:
         assert described(allocated(2, "fp8_ds_mla")) == {
             "window": (self.U8, (3, 64 * 584), (37440, 1)),
-            "extra": (self.U8, (8, 2 * 584), (1728, 1)),
-            "state": (self.F32, (9, 8, 1024), (8192, 1024, 1)),
+            "entries": (self.U8, (8, 2 * 584), (1728, 1)),
+            "states": (self.F32, (9, 8, 1024), (8192, 1024, 1)),
         }
 
     @pytest.mark.parametrize("word, dtype", [("auto", torch.float32), ("float16", torch.float16)])
     def test_rows_keep_one_dtype_for_keys_and_for_the_indexer(self, word: str, dtype: torch.dtype) -> None:
         cache = allocated(1, word, dtype=torch.float32)
-        assert cache.window.dtype is cache.extra.dtype is cache.indexer.dtype is dtype
+        (source,) = cache.sources
+        assert cache.window.dtype is source.entries.dtype is source.keys.dtype is dtype
 
     def test_nbytes_counts_the_padding_of_pages(self) -> None:
         assert allocated(0, "fp8_ds_mla").nbytes == 3 * 37440
@@ -106,26 +105,20 @@ def paged(requests: int, max_seq_len: int, max_step_tokens: int | None = None) -
 
 
 def tables(caches: PagedCaches) -> dict[str, Tensor]:
-    return {f.name: getattr(caches.block_tables, f.name) for f in fields(caches.block_tables)}
+    return caches.block_tables.tensors()
 
 
 def pages(caches: PagedCaches, group: str) -> int:
     """Return the number of pages of a group, from the tensor that it indexes."""
     swa, csa, hca = caches.layers
-    tensors = {
-        "window": swa.window,
-        "c4": csa.extra,
-        "c4_state": csa.state,
-        "indexer": csa.indexer,
-        "indexer_state": csa.indexer_state,
-        "c128": hca.extra,
-        "c128_state": hca.state,
-    }
+    tensors = {"window": swa.window}
+    for ratio, layer in ((4, csa), (128, hca)):
+        tensors |= {f"{role}_{ratio}": tensor for role, tensor in layer.tensors().items() if role != "window"}
     assert csa.window.shape == hca.window.shape == swa.window.shape
     return tensors[group].shape[0]
 
 
-REACH = {"window": 32, "c4_state": 8, "indexer_state": 8, "c128_state": 128}
+REACH = {"window": 32, "states_4": 8, "key_states_4": 8, "states_128": 128}
 """Number of positions that a token reads, itself included: the window, or all that its compressed entry pools."""
 
 sizes = st.integers(1, 900)
@@ -180,16 +173,15 @@ def test_worked_ring() -> None:
 def test_models_without_a_layer_kind_have_no_tables_for_it() -> None:
     config = SMALL.with_layers(1, 128)
     caches = PagedCaches(config, max_batch_size=1, max_seq_len=256, cache_format=CacheFormat.resolve("float32"))
-    present = {name for name, table in tables(caches).items() if table is not None}
-    assert present == {"window", "c128", "c128_state"}
-    assert [set(layer.tensors()) for layer in caches.layers] == [{"window"}, {"window", "extra", "state"}]
+    assert set(tables(caches)) == {"window", "entries_128", "states_128"}
+    assert [set(layer.tensors()) for layer in caches.layers] == [{"window"}, {"window", "entries", "states"}]
 
 
 def test_nbytes_is_the_sum_of_the_layers_and_shrinks_with_the_step() -> None:
     full, stepped = paged(2, 2048), paged(2, 2048, 64)
     assert full.nbytes == sum(t.untyped_storage().nbytes() for layer in full.layers for t in layer.tensors().values())
     assert stepped.nbytes < full.nbytes / 2
-    assert stepped.layers[1].extra.shape == full.layers[1].extra.shape
+    assert stepped.layers[1].sources[0].entries.shape == full.layers[1].sources[0].entries.shape
 
 
 @pytest.mark.parametrize("sizes", [(0, 256, None), (1, 0, None), (1, 256, 0), (1, 256, -1), (-2, 256, None)])
@@ -216,7 +208,7 @@ def test_quantised_formats_raise_for_dims_they_cannot_hold(
 
 def test_a_layer_ignores_dims_of_formats_it_does_not_use() -> None:
     cache = allocate_layer_cache(SMALL, 2, CacheFormat.resolve("float32", "fp8"), PAGES.__getitem__)
-    assert set(cache.tensors()) == {"window", "extra", "state"}
+    assert set(cache.tensors()) == {"window", "entries", "states"}
 
 
 def test_names_of_formats() -> None:

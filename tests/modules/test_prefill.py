@@ -80,7 +80,7 @@ class MixedStep:
 
     def topk(self, steps: list[PrefillStep], max_logits_bytes: int = 2**20) -> Tensor:
         (q, q_scale, weights, *_), _ = self.calls["indexer_logits_topk"]
-        assert self.metadata.c4 is not None and self.layer.indexer is not None
+        assert self.layer.indexer is not None
         return prefill_topk(
             q[self.prefill],
             q_scale[self.prefill],
@@ -89,7 +89,7 @@ class MixedStep:
             steps,
             **self.batch,
             token_to_req=self.metadata.token_to_req[self.prefill],
-            context_lens=self.metadata.c4.context_lens[self.prefill],
+            context_lens=self.metadata.sources[4].context_lens[self.prefill],
             cache_format=self.layer.cache_format.indexer,
             topk=self.layer.indexer.topk,
             max_logits_bytes=max_logits_bytes,
@@ -194,9 +194,9 @@ def test_queries_that_the_plan_does_not_cover_raise(first: int) -> None:
 def test_the_cache_of_another_layer_raises() -> None:
     step = MixedStep("csa", [5], [20], padding=0)
     steps, step.cache = step.plan(400), LayerCache(step.cache.window)
-    with pytest.raises(DSV4Error, match=r"(?s)E201.*cache\.extra=None with ratio 4"):
+    with pytest.raises(DSV4Error, match=r"(?s)E201.*a cache without entries, with ratio 4"):
         step.attend(steps, 400, None)
-    with pytest.raises(DSV4Error, match=r"(?s)E201.*cache\.indexer=None with ratio 4"):
+    with pytest.raises(DSV4Error, match=r"(?s)E201.*a cache without keys, with ratio 4"):
         step.topk(steps)
 
 

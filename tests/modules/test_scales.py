@@ -32,8 +32,8 @@ def test_the_cache_scale_applies_to_every_write_and_read(name: str, kind: str, s
         hidden = torch.randn(sum(counts), CONFIG.hidden_size).bfloat16()
         out, want = ours.step(counts, hidden), plain.step(counts, hidden)
     assert (out - want).norm() < 0.1 * want.norm()
-    for cache in ("window", "extra"):
-        got, exact = (getattr(serving.paged.layers[0], cache) for serving in (ours, plain))
+    for cache in ("window", "entries"):
+        got, exact = (serving.paged.layers[0].tensors().get(cache) for serving in (ours, plain))
         if exact is not None:
             assert exact.any()
             error = (rows_of(got, scale) - exact.float()).abs()

@@ -19,7 +19,7 @@ MANY_PARAMETERS, MOST_WITH_MANY = 10, 0.05
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"_files", "columns", "errors", "progress"}),
     frozenset({"_compat", "sizes"}),
-    frozenset({"layout"}),
+    frozenset({"layout", "sources"}),
     frozenset({"selection"}),
     frozenset({"checkpoints", "config", "rope_tables"}),
     frozenset({"reference"}),
@@ -104,6 +104,7 @@ def test_lower_layers_import_torch_and_ourselves_alone(trees: dict[str, ast.Modu
         "pkgutil",
         "sys",
         "inspect",
+        "operator",
         "re",
     }
     for path, tree in trees.items():

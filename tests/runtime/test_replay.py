@@ -29,8 +29,8 @@ def poison(world: World) -> None:
 
 def slots_of(world: World, tokens: int) -> dict[str, list[int]]:
     """Return the slots that the last step was allowed to write, by kind of cache."""
-    names = {"window": "window_slots", "c4": "c4_slots", "c128": "c128_slots", "indexer": "indexer_slots"}
-    return {kind: world.buffers.tensors[name][:tokens].tolist() for kind, name in names.items()}
+    groups = ("window", "entries_4", "entries_128", "keys_4")
+    return {group: world.buffers.tensors[f"{group}_slots"][:tokens].tolist() for group in groups}
 
 
 def assert_rest_untouched(world: World, before: dict[str, Tensor], tokens: int) -> None:
@@ -40,7 +40,7 @@ def assert_rest_untouched(world: World, before: dict[str, Tensor], tokens: int) 
         index, kind = name.split(".")
         if "state" in kind:
             continue
-        kind = f"c{CONFIG.ratio(int(index))}" if kind == "extra" else kind
+        kind = kind if kind == "window" else f"{kind}_{CONFIG.ratio(int(index))}"
         expected, got = before[name].flatten(0, 1).clone(), tensor.flatten(0, 1)
         written = [slot for slot in slots[kind] if slot >= 0]
         expected[written] = got[written]
@@ -171,7 +171,8 @@ def move_input(world: World, runner: Any) -> None:
 
 
 def move_cache(world: World, runner: Any) -> None:
-    world.caches.layers[1].state = world.caches.layers[1].state.clone()
+    (source,) = world.caches.layers[1].sources
+    source.states = source.states.clone()
 
 
 def move_weight(world: World, runner: Any) -> None:
@@ -185,17 +186,17 @@ def stride_metadata(world: World, runner: Any) -> None:
 
 
 def drop_cache(world: World, runner: Any) -> None:
-    world.caches.layers[2].extra = None
+    world.caches.layers[2].sources = ()
 
 
 @pytest.mark.parametrize(
     ("move", "named"),
     [
         (move_input, "input hidden, captured in the step of 2 tokens: address"),
-        (move_cache, r"caches\[1\].state, captured in the step of 2 tokens: address"),
+        (move_cache, r"caches\[1\].sources\[0\].states, captured in the step of 2 tokens: address"),
         (move_weight, "step.layers.0.attn_sink, captured in the step of 2 tokens: address"),
         (stride_metadata, r"metadata window_indices, captured in the step of 2 tokens: shape"),
-        (drop_cache, r"caches\[2\].extra, captured in the step of 2 tokens, is gone"),
+        (drop_cache, r"caches\[2\].sources\[0\].entries, captured in the step of 2 tokens, is gone"),
     ],
 )
 @pytest.mark.parametrize("debug", [False, True])

@@ -42,7 +42,8 @@ def test_repr_of_runners_and_buffers() -> None:
     assert repr(runner) == "DecodeRunner(1, 2 tokens on standin, not warmed up)"
     runner.warm_up()
     assert repr(runner) == "DecodeRunner(1, 2 tokens on standin, captured)"
-    assert repr(world.buffers).startswith("MetadataBuffers(24 tokens of 6 requests of up to 512 tokens, window, c4,")
+    begin = "MetadataBuffers(24 tokens of 6 requests of up to 512 tokens, window, entries_4,"
+    assert repr(world.buffers).startswith(begin)
 
 
 def test_captures_report_their_progress() -> None:
@@ -372,7 +373,7 @@ def test_every_tensor_with_a_row_for_each_token_is_found_and_no_block_table(rati
     buffers.refresh(5)
     metadata = buffers.metadata(5)
     addresses = {tensor.data_ptr() for tensor in token_tensors(metadata)}
-    parts = [group for group in (metadata.window, metadata.c4, metadata.c128) if group is not None]
+    parts = [metadata.window, *metadata.sources.values()]
     assert len(parts) == 1 + len(ratios)
     for group in parts:
         assert group.slot_mapping.data_ptr() in addresses

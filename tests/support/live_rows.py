@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.cache import PagedCaches
+from dsv4_compile.sources import source_groups
 
 
 def live_rows(caches: PagedCaches, request: int, length: int) -> dict[str, Tensor]:
@@ -38,7 +39,7 @@ def poison(caches: PagedCaches, lengths: list[int]) -> None:
 
 def _slots(caches: PagedCaches, request: int, length: int) -> list[tuple[str, Tensor, Tensor]]:
     rows = []
-    tables = {name: table[request].long() for name, table in vars(caches.block_tables).items() if table is not None}
+    tables = {name: table[request].long() for name, table in caches.block_tables.tensors().items()}
 
     def lookup(group: str, places: range, page: int) -> Tensor:
         at = torch.tensor(list(places), dtype=torch.int64)
@@ -53,12 +54,7 @@ def _slots(caches: PagedCaches, request: int, length: int) -> list[tuple[str, Te
         entries = range(length // ratio)
         reach = (layout.overlap_factor(ratio) - 1) * ratio
         states = range(max(0, length // ratio * ratio - reach), length)
-        for group, cache, state in (
-            (f"c{ratio}", layer.extra, layer.state),
-            ("indexer", layer.indexer, layer.indexer_state),
-        ):
-            if cache is not None and state is not None:
-                rows.append((f"{i}.{group}", cache, lookup(group, entries, layout.storage_block_size(ratio))))
-                block = layout.state_block_size(ratio)
-                rows.append((f"{i}.{group}_state", state, lookup(f"{group}_state", states, block)))
+        for group in source_groups(ratio):
+            cache, places = getattr(layer.sources[0], group.role), entries if group.row_tokens == ratio else states
+            rows.append((f"{i}.{group.name}", cache, lookup(group.name, places, group.page_rows)))
     return rows

@@ -112,7 +112,7 @@ VARIANTS: Mapping[tuple[str, ...], Sequence[tuple[str, str]]] = {
 """Kernel files that launchers choose between, in order, and when each is taken, by ops. Other ops have one kernel."""
 TEST_TREES = ("ops", "lowering", "kernels", "gpu")
 SYMBOLS = {"max_num_seqs": "R", "max_num_seqs_plus_1": "R + 1", "max_num_batched_tokens": "T", "window": "W"}
-SYMBOLS |= {"c128a_width": "C"}
+SYMBOLS |= {"entries_128_width": "C"}
 
 
 def stem(op: str) -> str:

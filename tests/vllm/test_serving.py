@@ -20,10 +20,10 @@ BROKEN_AT_LEAST = 0.1
 """Smallest worst error of rows that were attended through a broken block table."""
 CHUNKED = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "enable_prefix_caching": True}
 LENGTHS, SHARED = [5, 37, 300, 700], [(3, 600), (2, 260)]
-LAYERS_OF = {"window": (0, 1, 2, 3), "c4": (1, 3), "c4_state": (1, 3), "c128": (2,), "c128_state": (2,)}
+LAYERS_OF = {"window": (0, 1, 2, 3), "entries_4": (1, 3), "states_4": (1, 3), "entries_128": (2,), "states_128": (2,)}
 """Layers that read a kind of block table, in a model of layers with ratios 0, 4, 128 and 4. Others may be wrong too: a
 page that is written after vLLM has freed it may belong to a second layer."""
-LAYERS_OF |= {"indexer": (1, 3), "indexer_state": (1, 3)}
+LAYERS_OF |= {"keys_4": (1, 3), "key_states_4": (1, 3)}
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +38,7 @@ def model(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def eager(model: Path, folder: Path) -> dict[str, Any]:
-    breaks = ["window", "c4", "c4_state", "c128", "c128_state"]
+    breaks = ["window", "entries_4", "states_4", "entries_128", "states_128"]
     return Job({"enforce_eager": True, **CHUNKED}, LENGTHS, SHARED, breaks=breaks, break_lengths=[450]).run(
         model, folder / "eager"
     )
@@ -77,7 +77,7 @@ def test_model_is_one_graph_in_which_the_ops_are_visible(compiled: dict[str, Any
     assert report["cache_copies"] == [] and report["cache_hazards"] == []
 
 
-@pytest.mark.parametrize("table", ["window", "c4", "c4_state", "c128", "c128_state"])
+@pytest.mark.parametrize("table", ["window", "entries_4", "states_4", "entries_128", "states_128"])
 def test_broken_block_table_is_seen_in_the_layers_that_read_it(table: str, eager: dict[str, Any]) -> None:
     worst = eager["broken"][table]["worst"]
     assert min(worst[layer] for layer in LAYERS_OF[table]) > BROKEN_AT_LEAST, worst
@@ -167,7 +167,7 @@ def test_example_serves_and_reports_one_graph(folder: Path) -> None:
 @pytest.fixture(scope="session")
 def long(model: Path, folder: Path) -> dict[str, Any]:
     llm = {"enforce_eager": True, **CHUNKED, "max_model_len": 4096, "max_num_seqs": 1}
-    breaks = ["indexer", "indexer_state"]
+    breaks = ["keys_4", "key_states_4"]
     return Job(llm, [2900], new_tokens=2, breaks=breaks, break_lengths=[2500]).run(model, folder / "long")
 
 
@@ -175,7 +175,7 @@ def test_prompt_of_which_the_indexer_selects_a_part(long: dict[str, Any]) -> Non
     assert long["rows"] == 2901 and max(long["worst"]) <= EAGER_TOLERANCE
 
 
-@pytest.mark.parametrize("table", ["indexer", "indexer_state"])
+@pytest.mark.parametrize("table", ["keys_4", "key_states_4"])
 def test_broken_table_of_the_indexer_is_seen_where_it_selects(table: str, long: dict[str, Any]) -> None:
     worst = long["broken"][table]["worst"]
     assert min(worst[layer] for layer in LAYERS_OF[table]) > BROKEN_AT_LEAST, worst

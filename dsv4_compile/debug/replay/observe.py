@@ -295,7 +295,8 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], o
     named = _named(func, args, kwargs)
     leaves = {f"result {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(out))}
     written = {a.name: named.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
-    return {name: value for name, value in (leaves | written).items() if isinstance(value, Tensor)}
+    lists = {f"{n} {i}": x for n, value in written.items() if isinstance(value, list) for i, x in enumerate(value)}
+    return {name: value for name, value in (leaves | written | lists).items() if isinstance(value, Tensor)}
 
 
 def _describe(launch: Launch, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:

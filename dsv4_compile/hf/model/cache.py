@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import fields
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..._compat import CACHE_NAMES, assert_async, cache_name, mark_static, mark_static_address
-from ...cache import CacheFormat, LayerCache, PagedCaches
+from ...cache import TENSORS_OF, CacheFormat, PagedCaches
 from ...config import DeepseekV4Config
 from ...errors import check, fail
 from ...metadata import AttentionMetadata, build_batch_metadata, build_metadata
@@ -26,7 +25,7 @@ from .redundant_guards import named
 CACHE_NAME = cache_name()
 """Keyword and result field of the cache in the installed transformers; "" if it is unknown and `convert` raises."""
 
-_OF_LAYER = operator.attrgetter(*(field.name for field in fields(LayerCache)))
+_WINDOW, _SOURCES = operator.attrgetter("window"), operator.attrgetter("sources")
 
 # On one line, because Inductor copies it into generated source.
 _OVERFLOW = "[E204] a sequence grew over the max_seq_len of its cache; dsv4 explain E204"
@@ -97,7 +96,7 @@ class PagedCache(Cache):
 
     def _tensors(self) -> dict[str, Tensor]:
         named = [(f"layers.{i}.{name}", t) for i, x in enumerate(self.paged.layers) for name, t in x.tensors().items()]
-        tables = [(f"block_tables.{name}", t) for name, t in vars(self.paged.block_tables).items() if t is not None]
+        tables = [(f"block_tables.{name}", table) for name, table in self.paged.block_tables.tensors().items()]
         return dict([*named, *tables, ("seq_lens", self.seq_lens)])
 
     def adopt(self) -> None:
@@ -126,8 +125,12 @@ class PagedCache(Cache):
 
     def _parts_now(self) -> list[Any]:
         paged = self.paged
-        parts = [*vars(paged).values(), *vars(paged.block_tables).values(), self.seq_lens]
-        return [*parts, *chain.from_iterable(map(_OF_LAYER, paged.layers))]
+        layers, tables = paged.layers, paged.block_tables
+        parts = [*vars(paged).values(), self.seq_lens, tables.window]
+        for source in tables.sources.values():
+            parts.extend(vars(source).values())
+        sources = map(TENSORS_OF, chain.from_iterable(map(_SOURCES, layers)))
+        return [*parts, *map(_WINDOW, layers), *chain.from_iterable(sources)]
 
     def begin_step(self, batch_size: int, num_columns: int, keep: Tensor | None) -> AttentionMetadata:
         """Append `num_columns` columns to the first `batch_size` sequences; return the metadata of those tokens.

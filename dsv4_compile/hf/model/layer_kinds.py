@@ -30,7 +30,6 @@ _UNCALLED = (hf.DeepseekV4RotaryEmbedding,)
 """Classes whose forward a converted layer never calls."""
 _UNREAD = ("block_size",)
 """Settings of other types that only the forwards of modules read that a converted layer never calls."""
-_CACHES = ("window", "extra", "state", "indexer", "indexer_state")
 _OF_STEP = ("positions", "token_to_req", "is_valid_token")
 _OF_WINDOW = ("slot_mapping", "indices", "lens")
 _ROWS = (*_OF_WINDOW, "state_slot_mapping", "context_lens", "indexer_slot_mapping", "indexer_state_slot_mapping")
@@ -150,8 +149,7 @@ def _is_describable(module: nn.Module, outside: dict[int, str]) -> bool:
 
 def tensors_of_cache(cache: LayerCache) -> list[Tensor]:
     """Return the tensors of a layer's cache that exist."""
-    held = [getattr(cache, name) for name in _CACHES]
-    return [tensor for tensor in held if tensor is not None]
+    return [tensor for tensor in cache.flat() if tensor is not None]
 
 
 def block_tables_of(metadata: AttentionMetadata) -> list[Tensor]:
@@ -167,6 +165,5 @@ def tensors_of_step(metadata: AttentionMetadata) -> list[Tensor]:
 
 
 def _of_ratios(metadata: AttentionMetadata, names: Sequence[str]) -> list[Tensor]:
-    parts: Sequence[Any] = [source for source in (metadata.c4, metadata.c128) if source is not None]
-    held = [getattr(source, name) for source in parts for name in names]
+    held = [getattr(source, name) for source in metadata.sources.values() for name in names]
     return [tensor for tensor in held if tensor is not None]

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...cache import LayerCache
+from ...cache import LayerCache, SourceCache
 from ...config import DeepseekV4Config
 from ...modules import DeepseekV4Attention
 from ...parallel import attention_config
@@ -65,7 +65,8 @@ class Attention(nn.Module):
         if self.metadata_set is None:
             return self.layer.dummy_run(hidden)
         assert isinstance(step, Step)
-        cache = LayerCache(**{owner.kind.name: owner.pages for owner in self.owners if owner.pages is not None})
+        pages: dict[str, Any] = {owner.kind.name: owner.pages for owner in self.owners}
+        cache = LayerCache(pages.pop("window"), (SourceCache(**pages),) if pages else ())
         return add_up(self.layer(hidden, step.metadata[self.metadata_set], cache), self.ranks)
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ... import layout
-from ...config import CSA, SWA, DeepseekV4Config
+from ...config import DeepseekV4Config
 from ...errors import check
+from ...sources import Group, source_groups, window_group
 
 PAGE_ALIGN = 16
 """Bytes that pages begin at a multiple of: TMA copies need it, and vectorised loads of the kernels."""
@@ -24,7 +25,7 @@ PAGE_ALIGN = 16
 class CacheKind:
     """One cache of a layer.
 
-    name: field of `cache.LayerCache`; group: field of `metadata.BlockTables`.
+    name: role of its group, see `sources.Group`; group: the group's name.
     block_tokens: tokens of the sequence that a page covers; tokens_per_row: of them one row holds.
     row: elements of a row, in `dtype`. window: tokens after which vLLM may free a page, None for never.
     """
@@ -45,7 +46,7 @@ class CacheKind:
     @property
     def head_size(self) -> int:
         """Dims of the vector that a row stands for; rows of keys and values hold them in fewer bytes."""
-        return layout.HEAD_DIM if self.name in ("window", "extra") else self.row
+        return layout.HEAD_DIM if self.name in ("window", "entries") else self.row
 
     def pages_of(self, views: Tensor) -> Tensor:
         """Return vLLM's views `[P, 1, rows, row]` as this package's pages, without a copy.
@@ -76,26 +77,24 @@ def _page_bytes(views: Tensor) -> int:
 
 def cache_kinds(config: DeepseekV4Config, layer_idx: int) -> tuple[CacheKind, ...]:
     """Return the caches of a layer in vLLM's formats: `fp8_ds_mla` keys and values, fp8 indexer keys."""
-    kv, ratio = row_bytes(layout.FP8_DS_MLA), config.ratio(layer_idx)
-    window = CacheKind("window", "window", layout.WINDOW_BLOCK, 1, kv, torch.uint8, config.sliding_window)
-    if config.kind(layer_idx) == SWA:
-        return (window,)
-    group = f"c{ratio}"
-    extra = CacheKind("extra", group, layout.KV_BLOCK, ratio, kv, torch.uint8)
-    kinds = window, extra, _state("state", f"{group}_state", ratio, config.head_dim)
-    if config.kind(layer_idx) != CSA:
-        return kinds
-    key = row_bytes(layout.INDEXER_FP8)
-    indexer = CacheKind("indexer", "indexer", layout.KV_BLOCK, ratio, key, torch.uint8)
-    return *kinds, indexer, _state("indexer_state", "indexer_state", ratio, config.index_head_dim)
+    sources = (group for source in config.sources(layer_idx) for group in source_groups(source.ratio))
+    return tuple(_kind(config, group) for group in (window_group(), *sources))
+
+
+def _kind(config: DeepseekV4Config, group: Group) -> CacheKind:
+    """Return the cache of a group; vLLM frees pages of states when no open group of tokens needs them."""
+    row, dtype, window = row_bytes(layout.FP8_DS_MLA), torch.uint8, None
+    if group.role == "window":
+        window = config.sliding_window
+    elif group.role == "keys":
+        row = row_bytes(layout.INDEXER_FP8)
+    elif group.role in ("states", "key_states"):
+        dim = config.head_dim if group.role == "states" else config.index_head_dim
+        row, dtype = layout.state_width(group.ratio, dim), torch.float32
+        window = layout.overlap_factor(group.ratio) * group.ratio
+    return CacheKind(group.role, group.name, group.page_tokens, group.row_tokens, row, dtype, window)
 
 
 def row_bytes(page: layout.PageLayout) -> int:
     """Return the bytes of a row: its elements and its scales."""
     return page.data + page.scale
-
-
-def _state(name: str, group: str, ratio: int, head_dim: int) -> CacheKind:
-    """Return the cache of a compressor's state; vLLM frees its pages when no open group of tokens needs them."""
-    pooled, width = layout.overlap_factor(ratio) * ratio, layout.state_width(ratio, head_dim)
-    return CacheKind(name, group, layout.state_block_size(ratio), 1, width, torch.float32, pooled)

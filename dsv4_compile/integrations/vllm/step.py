@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...layout import CSA_RATIO, HCA_RATIO, PAD_SLOT, cdiv
+from ...layout import PAD_SLOT, cdiv
 from ...metadata import AttentionMetadata, BlockTables, build_metadata
 from ...reference.metadata.batch import token_requests
 
 TableIds = Mapping[str, int]
-"""Number of the block table of each group of `BlockTables` that a layer has."""
+"""Number of the block table of each group of caches that a layer has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +99,15 @@ class StepBuffers(nn.Module):
         return Step(tuple(self._metadata(positions, requests, valid, tables) for tables in sets))
 
     def _metadata(self, positions: Tensor, requests: Tensor, valid: Tensor, tables: TableIds) -> AttentionMetadata:
-        ratios = [ratio for ratio in (CSA_RATIO, HCA_RATIO) if f"c{ratio}" in tables]
+        block_tables = BlockTables.of({group: self.table(n) for group, n in tables.items()})
         return build_metadata(
             positions=positions,
             token_to_req=requests,
             is_valid_token=valid,
-            block_tables=BlockTables(**{group: self.table(n) for group, n in tables.items()}),
+            block_tables=block_tables,
             window=self.window,
             max_model_len=self.max_model_len,
-            ratios=ratios,
+            ratios=tuple(block_tables.sources),
         )
 
 

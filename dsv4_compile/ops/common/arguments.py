@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from torch import Tensor
 
 ARGUMENTS: dict[str, type[Any]] = {}
 """NamedTuple class of each op that has one; its fields and defaults are those of the op's schema."""
+
+LISTS = (list, tuple)
+"""Types of a list of tensors or numbers among the arguments of an op."""
+
+
+def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments of an op, those in lists included."""
+    for value in arguments:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, LISTS):
+            yield from (x for x in value if isinstance(x, Tensor))
+
+
+def map_tensors(function: Callable[[Tensor], Any], arguments: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the arguments of an op with `function` of each tensor in its place, those in lists included."""
+
+    def mapped(value: Any) -> Any:
+        return function(value) if isinstance(value, Tensor) else value
+
+    return tuple([mapped(x) for x in value] if isinstance(value, LISTS) else mapped(value) for value in arguments)
 
 
 def packed(op: str, function: Callable[..., Any]) -> Callable[..., Any]:

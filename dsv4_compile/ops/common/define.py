@@ -10,7 +10,7 @@ import torch
 from ..._compat import OpOverload, below_autograd
 from ...errors import fail
 from ...selection.costs import MODELS, CostModel
-from .arguments import ARGUMENTS, packed
+from .arguments import ARGUMENTS, LISTS, packed, tensors_in
 from .invariance import Invariance, claim
 from .kernels import KERNELS, dispatcher
 from .schema import infer_schema
@@ -58,6 +58,8 @@ def for_tensors(name: str, check: Callable[..., None] | None) -> Callable[..., N
                     first = device
                 elif device != first:
                     _refuse_tensors(name, args, kwargs)
+            elif type(value) in LISTS and any(x.device != first for x in tensors_in((value,))):
+                _refuse_tensors(name, args, kwargs)
         if check is not None:
             try:
                 check(*args, **kwargs)
@@ -75,7 +77,7 @@ def _refuse_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for argument in declared:
         if str(argument.type) == "Tensor" and values.get(argument.name) is None:
             fail("E201", got=f"{op}: None for {argument.name}", rule=f"{argument.name} is a tensor")
-    tensors = [(argument_name, x.device) for argument_name, x in values.items() if isinstance(x, torch.Tensor)]
+    tensors = [(argument_name, x.device) for argument_name, value in values.items() for x in tensors_in((value,))]
     first, device = tensors[0]
     for argument_name, other in tensors:
         if other != device:
@@ -99,7 +101,7 @@ def _by_device(on_cpu: Callable[..., Any], reference: Callable[..., Any]) -> Cal
     """Return what calls `on_cpu` with tensors on a CPU, and `reference` with others."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        first = next(tensors_in((*args, *kwargs.values())))
         return (on_cpu if first.device.type == "cpu" else reference)(*args, **kwargs)
 
     return run
@@ -162,8 +164,8 @@ def define(
 
     def refuse_gradients(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and value.requires_grad:
+            for value in tensors_in((*args, *kwargs.values())):
+                if value.requires_grad:
                     fail("E206", got=f"torch.ops.dsv4.{name} with an argument that requires grad")
         with below_autograd():
             return op(*args, **kwargs)

@@ -20,7 +20,7 @@ from ..._compat import device_architecture
 from ...errors import fail, warn
 from ...selection import decisions
 from ...selection.proven import is_proven
-from .arguments import packed
+from .arguments import packed, tensors_in
 from .invariance import CLAIMS, PINNED
 
 KERNELS: dict[str, str] = {}
@@ -72,7 +72,7 @@ def dispatcher(op: str, reference: Callable[..., Any], check: Callable[..., None
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        device = next((value.device for value in args if isinstance(value, torch.Tensor)), None)
+        device = next((tensor.device for tensor in tensors_in(args)), None)
         if device is not None and runs_kernel(op, device):
             return launch(op, reference, check, device, args, kwargs)
         check(*args, **kwargs)

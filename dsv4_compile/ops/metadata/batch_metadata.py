@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ...errors import fail
+from ...errors import check
 from ...reference.metadata import batch_metadata as reference
 from ...reference.metadata.batch_metadata import BatchMetadataArguments
 from ...selection.costs import INT32, INT64, CostModel
@@ -23,54 +23,50 @@ TOKENS: dict[str, torch.dtype] = {
     "is_valid_token": torch.bool,
 }
 """The buffers that every call fills, and their dtypes."""
-GROUPS: dict[str, dict[str, torch.dtype]] = {
-    "window": {"window_slots": torch.int64, "window_indices": torch.int32, "window_lens": torch.int32},
-    "c4": {"c4_slots": torch.int64},
-    "c4_state": {"c4_state_slots": torch.int64},
-    "indexer": {"indexer_slots": torch.int64},
-    "indexer_state": {"indexer_state_slots": torch.int64},
-    "c128": {"c128_slots": torch.int64, "c128_indices": torch.int32, "c128_lens": torch.int32},
-    "c128_state": {"c128_state_slots": torch.int64},
-}
-"""The buffers of each group of caches, and their dtypes. They come with the group's block table, or not at all."""
-CONTEXT_LENS = ("c4_context_lens", "c128_context_lens")
-"""Buffers that follow from positions alone: each may be given or not, whatever tables there are."""
-WIDTHS = {"window_indices": "W", "c128_indices": "C"}
 ARGUMENTS = BatchMetadataArguments._fields
 """Names of the arguments, in schema order."""
+WRITTEN = (*TOKENS, "slots", "indices", "lens", "context_lens")
 
 
 def _check(call: BatchMetadataArguments) -> None:
-    arguments: dict[str, Any] = call._asdict()
-    expect_batch(OP, arguments["query_start_loc"], arguments["seq_lens"])
-    if arguments["slot_mapping"] is not None:
-        expect(arguments["slot_mapping"], f"{OP}: slot_mapping [M]", INTS)
-    expect_positive(OP, window_block_size=arguments["window_block_size"])
-    expect(arguments["positions"], f"{OP}: positions [N]", TOKENS["positions"])
-    rows = arguments["positions"].shape[0]
+    expect_batch(OP, call.query_start_loc, call.seq_lens)
+    if call.slot_mapping is not None:
+        expect(call.slot_mapping, f"{OP}: slot_mapping [M]", INTS)
+    expect(call.positions, f"{OP}: positions [N]", TOKENS["positions"])
+    rows = call.positions.shape[0]
     for name, dtype in TOKENS.items():
-        _expect_buffer(name, arguments[name], dtype, rows)
-    for name in CONTEXT_LENS:
-        if arguments[name] is not None:
-            _expect_buffer(name, arguments[name], torch.int32, rows)
-    for group, buffers in GROUPS.items():
-        table = arguments[f"{group}_block_table"]
-        present = [name for name in buffers if arguments[name] is not None]
-        if len(present) != (0 if table is None else len(buffers)):
-            fail(
-                "E201",
-                got=f"{OP}: {', '.join([*present, *([] if table is None else [f'{group}_block_table'])])} alone",
-                rule=f"{group}_block_table, {', '.join(buffers)} come together",
-            )
-        if table is not None:
-            expect(table, f"{OP}: {group}_block_table [R, B]", INTS)
-        for name in present:
-            _expect_buffer(name, arguments[name], buffers[name], rows)
+        _expect_buffer(f"{name} [N]", getattr(call, name), dtype, rows)
+    _expect_lists(call, "block_tables", "row_tokens", "page_rows", "slots")
+    _expect_lists(call, "listed", "indices", "lens")
+    _expect_lists(call, "ratios", "context_lens")
+    for i, table in enumerate(call.block_tables):
+        expect(table, f"{OP}: block_tables[{i}] [R, B]", INTS)
+        expect_positive(OP, **{f"row_tokens[{i}]": call.row_tokens[i], f"page_rows[{i}]": call.page_rows[i]})
+    expect_positive(OP, **{f"ratios[{i}]": ratio for i, ratio in enumerate(call.ratios)})
+    outside = [group for group in call.listed if not 0 <= group < len(call.block_tables)]
+    rule = f"{OP}: listed has places in block_tables, of {len(call.block_tables)}"
+    check(not outside, "E201", got=f"listed={list(call.listed)}", rule=rule)
+    _expect_buffers("slots {} [N]", call.slots, torch.int64, rows)
+    _expect_buffers("indices {} [N, C]", call.indices, torch.int32, rows)
+    _expect_buffers("lens {} [N]", call.lens, torch.int32, rows)
+    _expect_buffers("context_lens {} [N]", call.context_lens, torch.int32, rows)
 
 
-def _expect_buffer(name: str, buffer: Tensor, dtype: torch.dtype, rows: int) -> None:
-    expect(buffer, f"{OP}: {name} [N, {WIDTHS[name]}]" if name in WIDTHS else f"{OP}: {name} [N]", dtype)
-    expect_dim(buffer.shape[0], rows, f"{OP}: {name} has a row for each of positions")
+def _expect_lists(call: BatchMetadataArguments, *names: str) -> None:
+    """Raise E201 unless these arguments are lists of one length."""
+    lengths = {name: len(getattr(call, name)) for name in names}
+    got = ", ".join(f"{length} {name}" for name, length in lengths.items())
+    check(len({*lengths.values()}) == 1, "E201", got=f"{OP}: {got}", rule=f"{', '.join(names)} have one length")
+
+
+def _expect_buffers(what: str, buffers: Sequence[Tensor], dtype: torch.dtype, rows: int) -> None:
+    for i, buffer in enumerate(buffers):
+        _expect_buffer(what.format(i), buffer, dtype, rows)
+
+
+def _expect_buffer(what: str, buffer: Tensor, dtype: torch.dtype, rows: int) -> None:
+    expect(buffer, f"{OP}: {what}", dtype)
+    expect_dim(buffer.shape[0], rows, f"{OP}: {what} has a row for each of positions")
 
 
 def _fake(call: BatchMetadataArguments) -> None:
@@ -79,24 +75,7 @@ def _fake(call: BatchMetadataArguments) -> None:
 
 batch_metadata = define(
     "batch_metadata",
-    mutates=(
-        "positions",
-        "token_to_req",
-        "is_valid_token",
-        "window_slots",
-        "window_indices",
-        "window_lens",
-        "c4_slots",
-        "c4_state_slots",
-        "indexer_slots",
-        "indexer_state_slots",
-        "c128_slots",
-        "c128_indices",
-        "c128_lens",
-        "c128_state_slots",
-        "c4_context_lens",
-        "c128_context_lens",
-    ),
+    mutates=WRITTEN,
     reference=reference.batch_metadata,
     fake=_fake,
     check=_check,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.metadata import BlockTables, MetadataBuffers
+from dsv4_compile.metadata.fill import arguments_of
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.common.kernels import launcher
-from dsv4_compile.ops.metadata.batch_metadata import GROUPS
 from dsv4_compile.testing import samples  # noqa: F401  (importing the package registers the ops)
 
 REFERENCE = REFERENCES["batch_metadata"]
@@ -30,13 +30,9 @@ class Buffers(MetadataBuffers):
 
     def call(self, run: Any, rows: int) -> None:
         """One launch, as a capture sees it."""
-        outputs = [spec.name for spec in self.plan.specs if spec.filled_by == "refresh"]
-        run(
-            *(self.tensors.get(name) for name in ("query_start_loc", "seq_lens", "slot_mapping")),
-            *(self.tensors.get(f"{group}_block_table") for group in GROUPS),
-            self.window_block_size,
-            **{name: self.tensors[name][:rows] for name in outputs},
-        )
+        batch = (self.tensors.get(name) for name in ("query_start_loc", "seq_lens", "slot_mapping"))
+        tables = {group: self.tensors[f"{group.name}_block_table"] for group in self.plan.groups}
+        run(*arguments_of(*batch, tables, [*self.block_tables.sources], self.tensors, rows))
 
     def fill(self, run: Any, rows: int) -> dict[str, Tensor]:
         """What a call makes of garbage."""
@@ -62,7 +58,7 @@ def random_batch(own: Buffers, queries: list[int], seed: int) -> None:
         pages = torch.randint(-1, 2**24, (len(queries), columns), generator=generator)
         return pages.int().cuda()
 
-    own.load(starts, lens, block_tables=BlockTables(**{group: table(group) for group in own.groups}))
+    own.load(starts, lens, block_tables=BlockTables.of({group: table(group) for group in own.groups}))
 
 
 def assert_equal(own: Buffers, rows: int) -> None:
@@ -83,7 +79,7 @@ def test_decodes(requests: int, query: int) -> None:
 
 def test_a_mixed_batch_of_sequences_of_a_million_tokens() -> None:
     batch = buffers(1600, 100, 2**20)
-    assert batch.tensors["c128_indices"].shape[1] == layout.c128a_width(2**20) == 8192
+    assert batch.tensors["entries_128_indices"].shape[1] == layout.c128a_width(2**20) == 8192
     random_batch(batch, [1] * 60 + [3] * 20 + [0] * 5 + [700, 600], 0)
     assert_equal(batch, 1600)
 

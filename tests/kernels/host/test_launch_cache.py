@@ -89,6 +89,22 @@ def test_arguments_of_one_storage_may_be_of_two_the_next_time() -> None:
     torch.testing.assert_close(entry((a, b)), a[2:] + b[2:], rtol=0, atol=0)
 
 
+def add_list(xy: list[Tensor], scales: list[float]) -> Tensor:
+    """A launcher of lists."""
+    return add(*xy, *scales)
+
+
+def test_tensors_in_lists_are_arguments_too() -> None:
+    cache = LaunchCache(add_list)
+    for i in range(4):
+        xy = [torch.full((4,), float(i)), torch.arange(4.0) + i]
+        assert cache(xy, [2.0]).tolist() == [3 * i + 2 * j for j in range(4)]
+    (entry,) = cache.states.values()
+    assert isinstance(entry, launch_cache.Entry) and entry.in_lists == [(0, 0), (0, 1)]
+    keys = [launch_cache.key_of(args) for args in (([xy[0]], [xy[1]]), (xy, []), ([1, 2], [3]), ([1], [2, 3]))]
+    assert len(set(keys)) == 4
+
+
 def test_a_call_is_recorded_when_its_key_comes_again() -> None:
     recorders = []
     cache = LaunchCache(lambda x, y: recorders.append(recording.recorder is not None) or add(x, y))

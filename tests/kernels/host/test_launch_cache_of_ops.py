@@ -17,6 +17,7 @@ from dsv4_compile._compat import TorchDispatchMode
 from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.kernels.host.launch import bound
 from dsv4_compile.kernels.host.launch_cache import LaunchCache, key_of
+from dsv4_compile.ops.common.arguments import map_tensors, tensors_in
 from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
 from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments
 from dsv4_compile.testing.samples import op_samples
@@ -42,7 +43,7 @@ class Launches(TorchDispatchMode):
     def __init__(self, args: tuple[Any, ...]) -> None:
         super().__init__()
         self.log: list[Launch] = []
-        self.memory: list[tuple[Any, Tensor]] = [(i, x) for i, x in enumerate(args) if isinstance(x, Tensor)]
+        self.memory: list[tuple[Any, Tensor]] = [*enumerate(tensors_in(args))]
         self.used = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,10 +126,8 @@ def seen_of(call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[list[Launc
     return seen.log, (type(result), shapes, [seen.described(x) for x in results])
 
 
-def other(value: Any) -> Any:
+def other(value: Tensor) -> Tensor:
     """Return a tensor in new memory that a launcher cannot tell from `value`."""
-    if not isinstance(value, Tensor):
-        return value
     span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
     elements = value.storage_offset() + span * bool(value.numel())
     room = torch.zeros(elements * value.element_size(), dtype=torch.uint8).view(value.dtype)
@@ -140,7 +139,7 @@ def check(cache: LaunchCache, launcher: Callable[..., Any], args: tuple[Any, ...
     for _ in range(2):
         with watched(args):
             cache(*args)
-    again = tuple(map(other, args))
+    again = map_tensors(other, args)
     assert cache.look_up(again).entry is not None, cache.unsupported
     got, want = seen_of(cache, again), seen_of(launcher, again)
     assert got == want

@@ -11,9 +11,13 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.kernels.metadata import batch_metadata as kernel
+from dsv4_compile.metadata.buffers import buffers_of
+from dsv4_compile.metadata.fill import arguments_of, names_of
+from dsv4_compile.ops.common.arguments import map_tensors
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.common.kernels import launcher, refusal
-from dsv4_compile.ops.metadata.batch_metadata import ARGUMENTS, CONTEXT_LENS, GROUPS, TOKENS
+from dsv4_compile.ops.metadata.batch_metadata import ARGUMENTS, WRITTEN
+from dsv4_compile.sources import RATIOS
 from dsv4_compile.testing import assert_bitwise, padded, strided
 from dsv4_compile.testing.batch import Batch, random_batch, random_table, table_tensor
 from dsv4_compile.testing.samples import op_samples
@@ -22,8 +26,8 @@ from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
-OUTPUTS = ARGUMENTS[ARGUMENTS.index("positions") :]
-PAGE_TOKENS = {"window": 64, "c4": 256, "c4_state": 4, "indexer": 256, "indexer_state": 4, "c128": 256, "c128_state": 8}
+GROUPS = {group.name: group for group in kernel.PLACES}
+OF_GROUPS = ("block_tables", "row_tokens", "page_rows", "slots")
 MUTATED = (
     *(f"buffers.{name}" for name in kernel.Buffers._fields if name != "p_slots"),
     *(f"buffers.p_slots[{i}]" for i in range(len(GROUPS))),
@@ -38,17 +42,26 @@ def copied(value: Any) -> Any:
     return memory.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
+def written(values: dict[str, Any]) -> dict[str, Tensor]:
+    """Every written buffer of a call, by its argument and its place in a list."""
+    buffers: dict[str, Tensor] = {}
+    for name in WRITTEN:
+        value = values[name]
+        buffers |= {name: value} if isinstance(value, Tensor) else {f"{name} {i}": x for i, x in enumerate(value)}
+    return buffers
+
+
 def compare(values: dict[str, Any]) -> dict[str, Any]:
     """Run both; all memory behind the buffers must be equal."""
-    ours, theirs = ({name: copied(value) for name, value in values.items()} for _ in range(2))
+    ours, theirs = (dict(zip(values, map_tensors(copied, values.values()), strict=True)) for _ in range(2))
     with checked(mutated=MUTATED) as launched:
         launcher("batch_metadata")(*ours.values())
     REFERENCES["batch_metadata"](*theirs.values())
-    for name in OUTPUTS:
-        if values.get(name) is not None:
-            assert_bitwise(ours[name], theirs[name], label=name)
-            memory = (torch.empty(0, dtype=torch.uint8).set_(x[name].untyped_storage()) for x in (ours, theirs))
-            assert_bitwise(*memory, label=f"memory of {name}")
+    expected = written(theirs)
+    for name, got in written(ours).items():
+        assert_bitwise(got, expected[name], label=name)
+        memory = (torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for x in (got, expected[name]))
+        assert_bitwise(*memory, label=f"memory of {name}")
     assert len(launched) == (1 if values["positions"].shape[0] else 0)
     return ours
 
@@ -62,22 +75,21 @@ def arguments(
     window: int = 9,
     hostile: bool = False,
     engine: Tensor | None = None,
+    ratios: tuple[int, ...] = RATIOS,
 ) -> dict[str, Any]:
-    rng = random.Random(rows)
-    values: dict[str, Any] = dict.fromkeys(ARGUMENTS)
-    values |= {"query_start_loc": batch.query_start_loc(), "seq_lens": batch.seq_lens_tensor()}
-    values |= {"slot_mapping": engine, "window_block_size": 64}
-    for group in groups:
-        columns = -(-max_len // PAGE_TOKENS[group])
+    rng, tables = random.Random(rows), {}
+    for name in groups:
+        columns = -(-max_len // GROUPS[name].page_tokens)
         table = random_table(rng, len(batch.seq_lens), columns, hostile=hostile)
-        values[f"{group}_block_table"] = table_tensor(table, columns)
-    dtypes = TOKENS | {name: dtype for group in groups for name, dtype in GROUPS[group].items()}
-    dtypes |= dict.fromkeys(CONTEXT_LENS, torch.int32)
-    widths = {"window_indices": window, "c128_indices": layout.c128a_width(max_len)}
-    for name, dtype in dtypes.items():
-        shape = (rows, widths[name]) if name in widths else (rows,)
-        values[name] = torch.full(shape, 1 if dtype is torch.bool else 12345, dtype=dtype)
-    return values
+        tables[GROUPS[name]] = table_tensor(table, columns)
+    specs = {spec.name: spec for spec in buffers_of(kernel.PLACES)}
+    widths = {"window_indices": window, "entries_128_indices": layout.listed_width(128, max_len)}
+    buffers = {}
+    for name in names_of([*tables], ratios):
+        shape, dtype = (rows, widths[name]) if name in widths else (rows,), specs[name].dtype
+        buffers[name] = torch.full(shape, 1 if dtype is torch.bool else 12345, dtype=dtype)
+    batch_of = batch.query_start_loc(), batch.seq_lens_tensor(), engine
+    return dict(zip(ARGUMENTS, arguments_of(*batch_of, tables, ratios, buffers), strict=True))
 
 
 MIXED = Batch((1, 2, 3, 5, 0), (640, 256, 257, 300, 0), padding=1)
@@ -114,33 +126,33 @@ def test_rows_of_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("groups", [(), ("window",), ("c4", "indexer_state"), ("c128",)])
+@pytest.mark.parametrize("groups", [(), ("window",), ("entries_4", "key_states_4"), ("entries_128",)])
 def test_groups_that_are_absent(groups: tuple[str, ...]) -> None:
     compare(arguments(MIXED, 13, groups=groups))
-    values = arguments(MIXED, 13, groups=groups)
-    compare(values | dict.fromkeys(CONTEXT_LENS))
+    compare(arguments(MIXED, 13, groups=groups, ratios=()))
 
 
 @interpreted
 def test_slots_that_no_index_can_hold() -> None:
     values = arguments(Batch((2,), (400,)), 2)
-    for group in ("window", "c128", "c4_state"):
-        table = values[f"{group}_block_table"]
-        values[f"{group}_block_table"] = torch.full_like(table, 2**31 - 1)
-    compare(values)
-    values["window_block_table"] = values["window_block_table"].long() * 2**20
-    compare(values)
+    chosen = ("window", "entries_128", "states_4")
+    tables = [
+        torch.full_like(table, 2**31 - 1) if name in chosen else table
+        for name, table in zip(GROUPS, values["block_tables"], strict=True)
+    ]
+    compare(values | {"block_tables": tables})
+    compare(values | {"block_tables": [tables[0].long() * 2**20, *tables[1:]]})
 
 
 @interpreted
 @pytest.mark.parametrize("spread", [padded, strided])
 def test_any_strides_of_inputs_and_rows(spread: Any) -> None:
     values = arguments(MIXED, 13, engine=torch.arange(12))
-    inputs = ("query_start_loc", "seq_lens", "slot_mapping", *(f"{group}_block_table" for group in GROUPS))
-    values |= {name: spread(values[name]) for name in inputs}
-    values |= {name: padded(values[name]) for name in ("window_indices", "c128_indices")}
+    inputs = ("query_start_loc", "seq_lens", "slot_mapping", "block_tables")
+    values |= dict(zip(inputs, map_tensors(spread, [values[name] for name in inputs]), strict=True))
+    values["indices"] = [padded(rows) for rows in values["indices"]]
     compare(values)
-    compare(values | {name: values[name].long() for name in inputs})
+    compare(values | dict(zip(inputs, map_tensors(Tensor.long, [values[name] for name in inputs]), strict=True)))
 
 
 @interpreted
@@ -154,19 +166,46 @@ def test_none_and_one() -> None:
 @interpreted
 def test_tables_narrower_than_their_requests() -> None:
     values = arguments(MIXED, 13)
-    tables = {name: table for name, table in values.items() if name.endswith("block_table")}
     for rows, columns in ((5, 1), (2, 3), (0, 3), (5, 0)):
-        compare(values | {name: table[:rows, :columns] for name, table in tables.items()})
+        compare(values | {"block_tables": [table[:rows, :columns] for table in values["block_tables"]]})
 
 
 def test_buffers_with_gaps_are_unsupported() -> None:
     values, why_unsupported = arguments(MIXED, 13), refusal("batch_metadata")
     assert why_unsupported is not None
     assert why_unsupported(*values.values()) == ""
-    for name in ("positions", "window_indices", "c128_lens"):
-        spread = strided(values[name])
+    for name in ("positions", "indices", "lens"):
+        (spread,) = map_tensors(strided, [values[name]])
+        stride = (spread if name == "positions" else spread[0]).stride(-1)
+        where = name if name == "positions" else f"{name} 0"
         reason = why_unsupported(**(values | {name: spread}))
-        assert reason == f"the last dim of {name} is contiguous, this one has stride {spread.stride(-1)}"
+        assert reason == f"the last dim of {where} is contiguous, this one has stride {stride}"
+
+
+@interpreted
+def test_groups_in_any_order_and_with_any_pages() -> None:
+    values = arguments(MIXED, 13)
+    for order in ((6, 5, 4, 3, 2, 1, 0), (3, 0, 1, 6, 5, 2, 4)):
+        moved = {
+            name: [values[name][i] for i in order] for name in ("block_tables", "row_tokens", "page_rows", "slots")
+        }
+        compare(values | moved | {"listed": [order.index(group) for group in values["listed"]]})
+    compare(values | {"page_rows": [16, 3, 8, 5, 2, 7, 1]})
+    compare(values | {"row_tokens": [1, 2, 1, 8, 1, 128, 3]})
+
+
+def test_ratios_and_lists_that_the_kernel_does_not_have_are_unsupported() -> None:
+    values, why_unsupported = arguments(MIXED, 13), refusal("batch_metadata")
+    assert why_unsupported is not None
+    for change in (
+        {"row_tokens": [1, 4, 1, 4, 1, 64, 1]},
+        {"listed": [0, 1]},
+        {"listed": [0, 2]},
+        {"ratios": [4, 2]},
+        {"ratios": [4, 4]},
+        {name: values[name] + values[name][1:2] for name in OF_GROUPS},
+    ):
+        assert why_unsupported(**(values | change)).startswith("it ")
 
 
 @pytest.mark.parametrize("target", fake_triton.TARGETS)
@@ -174,6 +213,8 @@ def test_it_compiles_ahead_of_time(target: str) -> None:
     decode = arguments(Batch((1,) * 6, (9,) * 6), 6, max_len=16_384, window=128)
     with compiled_for(target) as compiled:
         launcher("batch_metadata")(*decode.values())
-        launcher("batch_metadata")(*arguments(MIXED, 13, groups=("window", "c128"), engine=torch.arange(13)).values())
+        launcher("batch_metadata")(
+            *arguments(MIXED, 13, groups=("window", "entries_128"), engine=torch.arange(13)).values()
+        )
     assert all(binary.assembled for binary in compiled)
     assert len(compiled) == 2
