@@ -45,6 +45,7 @@ class LateWork:
         cause: which guard failed and how it is mended, or that it had never run.
         after: seconds since the log began.
         seconds: how long it took; None where that is not known.
+        early: whether a thread built it while its graph compiled, so that nothing waited for it alone.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class LateWork:
     cause: str
     after: float
     seconds: float | None = None
+    early: bool = False
 
     def __str__(self) -> str:
         took = "" if self.seconds is None else f" in {self.seconds:.2f} s"
@@ -112,7 +114,8 @@ class _Log:
         """Add an entry for a kernel that was built while its graph compiled, or for one that failed then."""
         cause = f"its first launch builds it, because it failed before: {kernel.error}" if kernel.error else _EARLY
         after = time.monotonic() - self._started - kernel.seconds
-        self.entries.append(LateWork("kernel", kernel.name, cause, after, None if kernel.error else kernel.seconds))
+        seconds = None if kernel.error else kernel.seconds
+        self.entries.append(LateWork("kernel", kernel.name, cause, after, seconds, early=not kernel.error))
         if self._report is not None:
             self._report(self.entries[-1])
 

@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         done = hf.warm_up(model)
     row: dict[str, Any] = {"start_s": round(time.perf_counter() - begin, 1), "warm_up": str(done)}
     row |= {"seconds": done.seconds, "captures": done.captures, "capture_bytes": done.capture_bytes}
-    row["built_one_by_one"] = [entry.what for entry in early if entry.kind == "kernel" and "beside" not in entry.cause]
+    row["built_one_by_one"] = [entry.what for entry in early if entry.kind == "kernel" and not entry.early]
     caller, rng = Caller(model, device), random.Random(args.seed)
     lengths = rng.sample(range(1, MOST + 1), args.calls)
     calls = [(rng.randint(1, MAX_BATCH), length) for length in lengths]

@@ -119,7 +119,7 @@ def measure(layers: int, experts: int, wanted: str, device: torch.device) -> dic
         row: dict[str, Any] = {"first_prompt_s": seconds(1), "first_steps_s": seconds(STEPS)}
     took = {"compile_s": 0.0, "kernel_s": 0.0}
     for entry in log:
-        if entry.kind != "kernel" or "during" not in entry.cause:
+        if not entry.early:
             took[f"{entry.kind}_s"] = took.get(f"{entry.kind}_s", 0.0) + (entry.seconds or 0.0)
     row |= {name: round(value, 1) for name, value in took.items()}
     row["early"] = sum(not build.error for build in built)

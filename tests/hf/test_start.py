@@ -14,14 +14,14 @@ import torch
 
 from dsv4_compile import _compat, cli, hf, progress
 from dsv4_compile.debug import strict
-from dsv4_compile.debug.serving import TRACE
+from dsv4_compile.debug.serving import TRACE, LateWork
 from dsv4_compile.errors import DSV4Error
 from dsv4_compile.hf import start
 from dsv4_compile.hf.loading import load as load_module
-from dsv4_compile.hf.model.warm_up import compile_and_warm_up
+from dsv4_compile.hf.model.warm_up import compile_and_warm_up, count_compilations
 from dsv4_compile.hf.tiny import tiny_drafts, tiny_model
 from dsv4_compile.runtime import counting
-from dsv4_compile.runtime.start_times import start_line
+from dsv4_compile.runtime.start_times import spent, start_line
 
 SIZES: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "device": "cpu"}
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
@@ -159,3 +159,10 @@ def test_a_process_that_dies_is_reported(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(start, "_PROGRAM", "import sys; print('noise'); sys.exit(7)")
     figures = start.measure_start(folder)
     assert "ended with 7" in figures.why and figures.why in figures.table(80)
+
+
+def test_kernels_that_threads_build_are_no_seconds_of_calls() -> None:
+    before, log = spent(), [LateWork("kernel", "a", "", 0, 5.0, early=True), LateWork("kernel", "b", "", 0, 2.0)]
+    count_compilations(log, before)
+    took = {kind: round(seconds - before[kind], 6) for kind, seconds in spent().items()}
+    assert {kind: seconds for kind, seconds in took.items() if seconds} == {"build": 2.0, "run": -2.0}

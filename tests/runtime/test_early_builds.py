@@ -190,7 +190,7 @@ def test_a_failed_build_is_told_and_made_again_by_the_launch(
         builds.add("add_rows", lambda: [Metadata.of(torch.zeros(16)), 1])
     assert told == [Built("_add_kernel", 0, "MemoryError: no room for ptxas")]
     assert [(entry.kind, entry.what, entry.seconds) for entry in log] == [("kernel", "_add_kernel", None)]
-    assert "MemoryError" in log[0].cause and "first launch" in log[0].cause
+    assert "MemoryError" in log[0].cause and "first launch" in log[0].cause and not log[0].early
     add_rows(torch.zeros(16), 1)
     assert hopper.builds == ["_add_kernel"]
 
@@ -224,7 +224,7 @@ def test_the_compile_log_has_early_builds_with_their_times_and_progress_shows_th
         builds.add("add_rows", lambda: [Metadata.of(torch.zeros(16)), 1])
     assert {(event.stage, event.total) for event in events} == {("build kernels", 1)}
     assert [(entry.what, entry.seconds) for entry in log] == [("_add_kernel", told[0].seconds)]
-    assert log[0].cause == "built during the compilation of its graph"
+    assert log[0].cause == "built during the compilation of its graph" and log[0].early
     with compile_log(strict=True), EarlyBuilds(1) as builds:  # which objects to the compilation alone
         builds.add("add_rows", lambda: [Metadata.of(torch.zeros(16)), 2])
     assert [built.error for built in told] == ["", ""]

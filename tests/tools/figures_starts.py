@@ -39,7 +39,7 @@ def new_lengths(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Ro
     shown = [row for row in rows["new_lengths"] if row["measured"] == "first token"]
     lines = [["tokens", "first token, ms", "kernels, ms", "kernels"]]
     for row in shown:
-        kernels = [f"{row['kernels_ms']:.1f}", str(row["kernels"])] if "kernels" in row else ["-", "-"]
+        kernels = [f"{row['kernels_ms']:.1f}" if "kernels_ms" in row else "-", str(row.get("kernels", "-"))]
         lines.append([f"{row['tokens']:,}", f"{row['first_token_ms']:.1f}", *kernels])
     return lines, shown
 

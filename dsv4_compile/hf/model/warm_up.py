@@ -115,7 +115,7 @@ def warm_up(model: Any, *, cache: PagedCache | None = None) -> WarmUp:
                 for _ in range(_CALLS_OF_A_CAPTURE if how.graphs else 1):
                     call.run(model, cache)
                 work.advance()
-        _count_compilations(log, before)
+        count_compilations(log, before)
         work.note(start_line({kind: seconds - before[kind] for kind, seconds in spent().items()}))
     device = held.seq_lens.device
     held_bytes = shared_graphs(device, how.graphs).memory() if how.graphs else 0
@@ -223,13 +223,13 @@ def _kinds(paged: Any, drafts: bool | None) -> list[_Call]:
     return [_Call(rows, columns, drafts=drafts) for rows in (1, 2) if rows <= paged.max_batch_size]
 
 
-def _count_compilations(log: list[LateWork], before: dict[str, float]) -> None:
+def count_compilations(log: list[LateWork], before: dict[str, float]) -> None:
     """Count the seconds of compilations that the backend did not spend as traces, and late builds as builds."""
     after = spent()
     backend = sum(after[kind] - before[kind] for kind in ("compile", "build"))
     compiling = sum(entry.seconds or 0.0 for entry in log if entry.kind == "compile")
     count("trace", max(0.0, compiling - backend), out_of="run")
-    late = (e.seconds or 0.0 for e in log if e.kind == "kernel" and "beside" not in e.cause)
+    late = (entry.seconds or 0.0 for entry in log if entry.kind == "kernel" and not entry.early)
     count("build", sum(late), out_of="run")
 
 
