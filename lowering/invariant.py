@@ -24,6 +24,8 @@ from ..ops.common.invariance import (
 from ..ops.common.kernels import launch
 from ..selection.decisions import Call, Decision
 
+_GEMMS_ON_CPU = ("grouped_linear", "moe_experts")
+"""Ops with C++ kernels for few rows and GEMMs of a library for many."""
 PREFIX = "invariant_"
 """Begin of the name of an implementation: `invariant_step` or `invariant_tokens`."""
 
@@ -57,6 +59,33 @@ def choose(call: Call, demand: str | None, launchable: Decision, unproven: str) 
         place = f" for the call at {call.where}" if call.where else ""
         fail("E303", got=f"torch.ops.dsv4.{call.op} on {call.device.type}{place}", why=why)
     return call.choose(impl, reason)
+
+
+def dependence(call: Call, decision: Decision) -> str:
+    """Return why a row's bits may depend on other rows with `decision`, made without the option; "" if not."""
+    claims = CLAIMS.get(call.op, Invariance())
+    if claims.exact or (decision.impl == "triton" and claims.kernel == AS_IT_IS):
+        return ""
+    if decision.impl == "ir":
+        return "generated code sums as Inductor chooses by sizes"
+    if call.device.type == "cpu":
+        return _dependence_on_cpu(call, claims)
+    if decision.impl == "eager":
+        return "" if claims.elementwise else "the reference sums by libraries"
+    pinned = "tiles and splits follow from the number of rows; dsv4.batch_invariant pins them"
+    return pinned if claims.kernel else claims.why or "its kernel claims nothing; E303 with the option"
+
+
+def _dependence_on_cpu(call: Call, claims: Invariance) -> str:
+    if not claims.on_cpu:
+        return "its form for CPUs claims nothing; E303 with the option"
+    if call.op in _GEMMS_ON_CPU:
+        return "many rows are multiplied by a library; dsv4.batch_invariant keeps to C++ kernels"
+    tensors = [value for value in call.arguments.values() if isinstance(value, torch.Tensor)]
+    floats = all(tensor.dtype is torch.float32 for tensor in tensors if tensor.dtype.is_floating_point)
+    if claims.on_cpu == AS_IT_IS and floats and call.arguments.get("cache_format", "plain") == "plain":
+        return ""
+    return "torch sums in an order that follows from sizes; dsv4.batch_invariant runs each row alone"
 
 
 def _on_cpu(claims: Invariance) -> str:

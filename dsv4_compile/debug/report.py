@@ -22,10 +22,10 @@ from ..attention_backends.registry import selections
 from ..columns import DEFAULT_WIDTH
 from ..errors import DSV4Error, check, error
 from ..selection import costs
-from ..selection.decisions import Decision, Fusion
+from ..selection.decisions import Decision, Dependence, Fusion
 from . import breaks, recompiles, render
 from .places import Place, definition, innermost, is_torch, read_stack, with_source
-from .rows import Failure, Findings, OpCost, OpDecision, OpFusion
+from .rows import Failure, Findings, OpCost, OpDecision, OpDependence, OpFusion
 from .watch import Watch
 
 SCHEMA = "dsv4.explain/1"
@@ -162,6 +162,7 @@ def assemble(
         recompiles=recompiles.collect(watch.events.recompiles, watch.events.functions, watch.events.limits),
         decisions=_group_decisions(watch.undecided if not watch.decided else map(_decision_row, watch.decided)),
         fusions=_group_fusions(watch.decided.fusions),
+        dependent=_group_dependent(watch.decided.dependent),
         kernels=watch.kernels,
         cache_copies=watch.copies,
         missed_reinplace=watch.missed,
@@ -230,6 +231,16 @@ def _group_fusions(fusions: Iterable[Fusion]) -> list[OpFusion]:
         group.count += 1
         group.where += [location for location in _short_place(fusion.where) if location not in group.where]
     return list(groups.values())
+
+
+def _group_dependent(dependent: Iterable[Dependence]) -> list[OpDependence]:
+    """Return one row for each op and reason, with all their places."""
+    groups: dict[tuple[str, str], OpDependence] = {}
+    for one in dependent:
+        group = groups.setdefault((one.op, one.reason), OpDependence(one.op, one.reason, count=0))
+        group.count += 1
+        group.where += [location for location in _short_place(one.where) if location not in group.where]
+    return sorted(groups.values(), key=lambda row: (row.reason, row.op))
 
 
 def _decision_row(decision: Decision) -> OpDecision:

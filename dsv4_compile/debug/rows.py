@@ -106,6 +106,16 @@ class OpDecision:
 
 
 @dataclass(slots=True)
+class OpDependence:
+    """Launches of one op that may give a row other bits in a call of another size, for the same reason."""
+
+    op: str
+    reason: str
+    count: int = 1
+    where: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class OpFusion:
     """Groups of the same ops that a pass fused into one op, or did not fuse for the same reason."""
 
@@ -184,6 +194,7 @@ class Findings:
     recompiles: list[Recompile] = field(default_factory=list)
     decisions: list[OpDecision] = field(default_factory=list)
     fusions: list[OpFusion] = field(default_factory=list)
+    dependent: list[OpDependence] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     cache_copies: list[CacheCopy] = field(default_factory=list)
     missed_reinplace: list[MissedReinplace] = field(default_factory=list)

@@ -99,6 +99,9 @@ def sections(report: Findings) -> Iterator[Section]:
         )
     if report.fusions:
         yield Section("Fused ops", _fusions(report.fusions))
+    if report.dependent:
+        launches = [[row.op, str(row.count), _places(row.where), row.reason] for row in report.dependent]
+        yield Section("Not batch-invariant", [Table(["launch", "calls", "where", "why"], launches, merge=True)])
     if report.graphs:
         yield Section("Graphs", _graphs(report.graphs))
     if report.kernels:

@@ -86,7 +86,14 @@ class Watch:
         def watched(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
             from .._compat import RestartAnalysis
 
-            seen: list[list[Any]] = [self.graphs, self.hazards, self.undecided, self.decided, self.decided.fusions]
+            seen: list[list[Any]] = [
+                self.graphs,
+                self.hazards,
+                self.undecided,
+                self.decided,
+                self.decided.fusions,
+                self.decided.dependent,
+            ]
             counts = [len(rows) for rows in seen]
             written = write_out(gm, example_inputs)
             self._record_graph(written.gm, name)

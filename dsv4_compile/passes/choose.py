@@ -20,6 +20,7 @@ from torch.fx import Graph
 
 from .._compat import CustomGraphPass, device_architecture, run_graph_pass, triton_version
 from ..lowering import registry
+from ..lowering.invariant import dependence
 from ..lowering.linear import mm
 from ..options import Options
 from ..runtime import early_builds
@@ -55,11 +56,16 @@ class ChooseImplementations(CustomGraphPass):
                 call = describe(node, op)
                 decision = registry.decide(call, self.options)
                 decisions.record(_with_times(decision, call) if decisions.collecting() else decision)
+                if level == "off" and decisions.collecting() and (why := dependence(call, decision)):
+                    decisions.record(decisions.Dependence(call.op, why, call.where))
                 target = registry.target_of(decision, call, level)
                 if builds is not None and decision.impl == "triton" and target is not op:
                     pinned = {} if level == "off" else {"invariant": True}
                     builds.add(call.op, functools.partial(launch_arguments, node), **pinned)
                 retarget(node, target)
+        if level == "off" and decisions.collecting():
+            for dependent in invariant_nodes.dependent_nodes(graph):
+                decisions.record(dependent)
         if level != "off":
             invariant_nodes.make_invariant(graph, level)
         elif "cpu" in self.architectures:

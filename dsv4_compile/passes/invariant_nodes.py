@@ -9,7 +9,7 @@ adds them in the order of the ranks. Any other node with a float result raises E
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from .._compat import functional_collectives, resolve_group
 from ..errors import fail
 from ..lowering.linear import invariant_mm
+from ..selection.decisions import Dependence
 from .nodes import FUNCTIONALIZED, display_name, public_op, where
 
 aten = torch.ops.aten
@@ -53,6 +54,22 @@ def make_invariant(graph: Graph, level: str) -> None:
             why = _why_dependent(node)
             if why:
                 _refuse(node, why)
+
+
+def dependent_nodes(graph: Graph) -> Iterator[Dependence]:
+    """Yield the nodes that are no dsv4 ops and may give a row other bits in a call of another size."""
+    for node in graph.nodes:
+        if node.op == "call_function" and public_op(node) is None and not _is_ours(node) and _is_float(node):
+            why = "a library or Inductor sums by sizes" if node.target in _REPLACED else _why_dependent(node)
+            if why:
+                fate = "replaced with dsv4.batch_invariant" if node.target in _REPLACED else "E303 with the option"
+                yield Dependence(display_name(node), f"{why}; {fate}", where(node))
+
+
+def _is_ours(node: Node) -> bool:
+    """Return whether a node calls a twin of a dsv4 op, which `lowering.invariant.dependence` speaks for."""
+    called = node.args[0] if node.target in FUNCTIONALIZED else node.target
+    return str(getattr(called, "namespace", "")).startswith("dsv4_")
 
 
 def _refuse(node: Node, why: str) -> None:

@@ -88,12 +88,32 @@ class Fusion:
         return f"{' + '.join(self.ops)}{location}: {verb} {self.into} ({self.reason})"
 
 
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """A launch that may give a row other bits in a call of another size.
+
+    Attributes:
+        op: name of the op.
+        reason: what its sums or roundings follow from, in one clause.
+        where: "file:line" of the user's call, or "".
+    """
+
+    op: str
+    reason: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        location = f" at {self.where}" if self.where else ""
+        return f"{self.op}{location}: not batch-invariant ({self.reason})"
+
+
 class Decisions(list[Decision]):
-    """Decisions in graph order, with the preceding `fusions` as an attribute."""
+    """Decisions in graph order, with the preceding `fusions`, and launches that are `dependent` on other rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fusions: list[Fusion] = []
+        self.dependent: list[Dependence] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +171,13 @@ def times(count: int) -> Iterator[None]:
         _times.reset(token)
 
 
-def record(found: Decision | Fusion) -> None:
+def record(found: Decision | Fusion | Dependence) -> None:
     """Add `found` to every open collector."""
     log.debug("%s", found)
     for collected in _collectors.get():
         if isinstance(found, Fusion):
             collected.fusions += [found] * _times.get()
+        elif isinstance(found, Dependence):
+            collected.dependent += [found] * _times.get()
         else:
             collected += [found] * _times.get()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+import dsv4_compile
 from dsv4_compile import DSV4Error
 from dsv4_compile._compat import FakeTensorMode
 from dsv4_compile.options import Options
@@ -123,3 +126,23 @@ def test_an_op_without_a_claim_and_a_demanded_implementation_are_refused() -> No
     norm = op_samples("fused_q_kv_rmsnorm")[0]
     with pytest.raises(Exception, match=r"(?s)E303.*demands"):
         compiled(torch.ops.dsv4.fused_q_kv_rmsnorm.default, **{"dsv4.impl.fused_q_kv_rmsnorm": "ir"})(*norm)
+
+
+def test_explain_lists_launches_that_are_not_invariant_and_why() -> None:
+    weight = torch.randn(24, 8)
+    norm = op_samples("fused_q_kv_rmsnorm")[0]
+
+    def layer(x: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.dsv4.fused_q_kv_rmsnorm(*args, 1e-6)[0], (x @ weight).exp()
+
+    def report(function: Any, level: str) -> Any:
+        options = {"dsv4.batch_invariant": level, **CALLS}
+        return dsv4_compile.explain(function, torch.randn(20, 24), *norm[:4], options=options)
+
+    reasons = {row.op: row.reason for row in report(layer, "off").dependent}
+    assert set(reasons) == {"aten.mm", "aten.exp", "fused_q_kv_rmsnorm"}
+    assert "replaced" in reasons["aten.mm"] and "E303" in reasons["aten.exp"]
+    assert "sums" in reasons["fused_q_kv_rmsnorm"]
+    reported = report(lambda x, *args: (x @ weight, torch.ops.dsv4.fused_q_kv_rmsnorm(*args, 1e-6)[0]), "tokens")
+    assert reported.ok and reported.dependent == [] and "batch-invariant" in reported.decisions[0].reason
+    assert "E303" in report(layer, "tokens").failure.message
