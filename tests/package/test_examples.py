@@ -15,9 +15,9 @@ from PIL import Image
 
 from tests.warm import ROOT, WarmPython
 
-EXAMPLES = sorted((ROOT / "examples").glob("0*.py"))
-NEEDS_VLLM = "08_vllm"
-"""Example that `make test-vllm` runs."""
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+ELSEWHERE = ("08_vllm", "10_serve")
+"""Examples that `make test-vllm` and `make test-serve` run."""
 COMPILES_CPP = "02_huggingface_generate"
 """Example that compiles C++. In the others Inductor calls PyTorch, which takes half of the time."""
 TRAINS = "09_drafts"
@@ -42,7 +42,7 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize(
-    "example", [e for e in EXAMPLES if e.stem not in (NEEDS_VLLM, ALONE)], ids=lambda path: path.stem
+    "example", [e for e in EXAMPLES if e.stem not in (*ELSEWHERE, ALONE)], ids=lambda path: path.stem
 )
 def test_example_runs(example: Path, warm: WarmPython, tmp_path: Path) -> None:
     options = {COMPILES_CPP: "cpp", TRAINS: "--quick"}.get(example.stem, "")
