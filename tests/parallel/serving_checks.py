@@ -31,7 +31,7 @@ LENGTHS = 5, 1, 70, 20, 3, 40, 9, 33
 
 def options_of(i: int) -> dict[str, Any]:
     """Return options of request `i`; every third one samples, with a seed of any size."""
-    sampled = {**SAMPLED, "seed": i + 2**63 * (i % 2)} if i % 3 == 0 else {}
+    sampled = {**SAMPLED, "seed": i + 10**5000 * (i % 2)} if i % 3 == 0 else {}
     return {"max_new_tokens": 4 + i, **sampled}
 
 
@@ -79,7 +79,8 @@ def requests_get_the_text_of_the_whole_model(mesh: Any) -> None:
     def alone(batch: Any) -> list[list[int]]:
         return [list(batch.submit(prompt(n, n), **options_of(i))) for i, n in enumerate(LENGTHS[:4])]
 
-    assert lead(mesh, alone, slots=1) == want[:4]
+    with hf.unchanged(divided(mesh)):
+        assert lead(mesh, alone, slots=1) == want[:4]
     assert torch.equal(generated(divided(mesh), tokens(2, 9)), generated(divided(mesh), tokens(2, 9)))
 
 
@@ -212,7 +213,7 @@ def batches_that_differ_are_made_on_no_rank(mesh: Any) -> None:
     odd = mesh.get_rank() == mesh.size() - 1
     model = divided(mesh)
     for options, words in (
-        ({"slots": 4}, ("slots = ", "4 on rank 1")),
+        ({"slots": 4}, ("slots = ", f"4 on rank {mesh.size() - 1}")),
         ({"prefill_chunk": 16}, ("prefill_chunk",)),
         ({"max_seq_len": 64}, ("max_seq_len",)),
         ({"graphs": "standin"}, ("graphs",)),

@@ -23,6 +23,7 @@ from ...errors import DSV4Error, check, error, fail
 from ...parallel import Ranks, agreement, split_of, watchdog
 from ...parallel.fake_group import is_fake
 from ...parallel.messages import Messages
+from ...runtime import groups
 from ..model.call_facts import fact, settings
 from ..model.in_step import is_agreed
 from .requests import Progress
@@ -64,7 +65,8 @@ def record_of(progress: Progress) -> dict[str, Any]:
         "prompt": progress.prompt,
         "max_new_tokens": progress.max_new_tokens,
         "stop_tokens": sorted(progress.stop_tokens),
-        "sampling": [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed],
+        # Decimal texts of integers are bounded.
+        "sampling": [sampling.temperature, hex(sampling.top_k), sampling.top_p, hex(sampling.seed)],
         "drafts": progress.drafts,
         "accepted": progress.accepted,
     }
@@ -72,8 +74,10 @@ def record_of(progress: Progress) -> dict[str, Any]:
 
 def progress_of(record: Mapping[str, Any]) -> Progress:
     """Return the request of a `record_of`."""
+    temperature, top_k, top_p, seed = record["sampling"]
+    sampling = RequestSampling(temperature, int(top_k, 16), top_p, int(seed, 16))
     values = {**record, "stop_tokens": frozenset(record["stop_tokens"])}
-    return Progress(**values | {"sampling": RequestSampling(*record["sampling"]), "on_token": None})
+    return Progress(**values | {"sampling": sampling, "on_token": None})
 
 
 class RunningRanks:
@@ -111,6 +115,7 @@ class RunningRanks:
         self._number = self._checksum = self._asked = 0
         self._process = os.getpid()
         # Leaves the batch where the group is destroyed or the interpreter ends.
+        groups.free_before_destruction()
         self._key = f"running {next(_numbers)}", self.ranks.name
         watchdog.registered[self._key] = self
 
@@ -134,10 +139,10 @@ class RunningRanks:
         if processes.followed not in (None, self):
             fail("E208", got="a step while the other ranks follow another RunningBatch", fix="close that one first")
         self._messages.look_again(self._others())
-        self._number += 1
-        processes.followed, self.pending = self, True
         joins = [record_of(progress) for progress in joining]
         plan = {"joins": joins, "cancelled": [*cancelled], "asks": asks, "checksum": self._checksum}
+        self._number += 1
+        processes.followed, self.pending = self, True
         self._messages.send(f"plan/{self._number}", plan)
         if asks and (refusal := self._refusal()) is not None:
             self.pending = False
