@@ -99,7 +99,7 @@ class HostWaits(watchdog.HostCalls):
         }
 
     def ahead(self) -> list[int]:
-        """Return the ranks that have begun a call to which this one has not come."""
+        """Return the ranks that have begun a call before this one."""
         return [rank for rank in self._others() if self._numbers(rank)[1] > self.begun]
 
     def leave(self) -> None:

@@ -1,7 +1,7 @@
 """Messages between ranks through the store of the default group, outside of any collective: a wait has no timeout.
 
 A rank that waits polls the store, and looks every half second for ranks that will not come: their processes have ended,
-they have said that they left, or they wait in another call of the group.
+they have said that they left, or they wait in a different call of the group.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Messages:
             fix: what makes a late rank come. It is logged while this one waits, for ten minutes at most; without it,
                 the wait has no end.
 
-        Raises E703 if the rank will not come, E702 if it waits in another call of the group.
+        Raises E703 if the rank will not come, E702 if it waits in a different call of the group.
         """
         begin = looked = warned = time.monotonic()
         ahead = False
@@ -127,7 +127,7 @@ class Messages:
             self.look(ranks)
 
     def check_left(self, cause: BaseException | None = None) -> None:
-        """Raise E703 if another rank has called `leave`. Costs one round trip."""
+        """Raise E703 if a rank has called `leave`. Costs one round trip."""
         self._checked = time.monotonic()
         if left := self._left():
             self.fail(left, cause=cause)

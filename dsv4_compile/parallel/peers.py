@@ -50,7 +50,7 @@ class Lookout(Protocol):
         """Return the ranks that have not come to the pending call, with their finished calls."""
 
     def ahead(self) -> Sequence[int]:
-        """Return the ranks that have begun a call to which this one has not come."""
+        """Return the ranks that have begun a call before this one."""
 
 
 def of_collective(fault: BaseException) -> bool:

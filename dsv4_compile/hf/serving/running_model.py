@@ -135,11 +135,11 @@ class RunningModel:
 
     @property
     def reads_each_step(self) -> bool:
-        """Whether each step reads weights that have changed, and not only those in which requests join."""
+        """Whether each step reads weights that have changed, also where no request joins."""
         return self._adopts
 
     def prepare(self, joins: bool) -> None:
-        """Check the model, and read weights that have changed, before a step in which requests join or none do."""
+        """Check the model, and read weights that have changed, before a step where requests join or none do."""
         self.check()
         if joins:
             self.prepare_join()

@@ -149,7 +149,7 @@ class RunningRanks:
             raise refusal
 
     def _refusal(self) -> DSV4Error | None:
-        """Return E702 if a rank cannot run the step, or would run another one; tell the others."""
+        """Return E702 if a rank cannot run the step, or would run a different one; tell the others."""
         answers: list[dict[str, Any]] = [{"rejected": "", **self._facts()}]
         for rank in self._others():
             key = f"answer/{self._number}/{rank}"
