@@ -132,6 +132,14 @@ def test_a_layer_with_code_of_the_caller_has_no_kind(what: str, pairs: Any) -> N
     assert kinds == [True, True, False, True]
 
 
+def test_with_a_hook_of_all_modules_no_layer_has_a_kind(pairs: Any) -> None:
+    handle = nn.modules.module.register_module_forward_hook(twice)
+    try:
+        assert not any(_kind(layer, {id(pairs.config): "config"})[0] for layer in pairs.model.layers)
+    finally:
+        handle.remove()
+
+
 def test_a_forward_that_is_patched_into_a_class(pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(pairs.model.layers[0].mlp), "forward", lambda self, x, **kwargs: x)
     assert not _kind(pairs.model.layers[0], {id(pairs.config): "config"})[0]
