@@ -75,6 +75,21 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "the configuration": lambda m: setattr(m.config, "sliding_window", 7),
     "frequencies": lambda m: m.rotary_emb.main_inv_freq.mul_(2),
 }
+PAST_TORCH: dict[str, Callable[[Any], Any]] = {
+    "a parameter": lambda m: dict.__setitem__(
+        m.layers[0].self_attn.kv_proj._parameters, "weight", nn.Parameter(torch.ones(64, 128))
+    ),
+    "a module": lambda m: m.layers[1].self_attn._modules.update(kv_proj=nn.Linear(2, 2)),
+    "a hook": lambda m: m.layers[0].self_attn.kv_proj._forward_hooks.update({7: lambda *a: None}),
+    "a buffer": lambda m: m.rotary_emb._buffers.update(main_inv_freq=m.rotary_emb.main_inv_freq * 2),
+    "a number": lambda m: vars(m.layers[0].self_attn.q_a_norm).update(variance_epsilon=1e-3),
+    "a forward": lambda m: vars(m.layers[0].self_attn.kv_proj).update(forward=lambda x: x),
+    "the configuration": lambda m: vars(m.config).update(sliding_window=7),
+    "a layer that is gone": lambda m: m.layers._modules.pop("1"),
+    "a class": lambda m: object.__setattr__(m.norm, "__class__", type("Other", (type(m.norm),), {})),
+    "a layout": lambda m: setattr(m.norm.weight, "data", m.norm.weight.data.as_strided((64,), (2,))),
+}
+"""Changes that no hook and no `__setattr__` sees."""
 AROUND: dict[str, Callable[[Any], Any]] = {
     "a shared expert": lambda m: replace(m.layers[1].mlp.shared_experts.up_proj, "weight"),
     "its data": lambda m: move(m.layers[1].mlp.shared_experts.gate_proj, "weight"),
@@ -91,12 +106,14 @@ def test_nothing_is_compared_twice(called: Any, monkeypatch: pytest.MonkeyPatch)
     assert not compares(called, monkeypatch)
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_change_is_compared(called: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "change", [*CHANGES.values(), *PAST_TORCH.values()], ids=[*CHANGES, *map("raw {}".format, PAST_TORCH)]
+)
+def test_a_change_is_compared(called: Any, change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(called)
     model(random_ids(1, 3))
     with torch.no_grad():
-        CHANGES[what](model.model)
+        change(model.model)
     assert compares(model, monkeypatch)
 
 
