@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsv4_compile.hf.tiny import tiny_model
+from tests.hf.drafting import drafting
 from tests.hf.small import LAYERS
 
 
@@ -16,6 +17,16 @@ from tests.hf.small import LAYERS
 def original() -> Any:
     """Eager transformers' model, which tests copy before they change it."""
     return tiny_model(**LAYERS)
+
+
+@pytest.fixture(scope="module")
+def dspark() -> Any:
+    return drafting("dspark", stages=2)
+
+
+@pytest.fixture(scope="module")
+def mtp() -> Any:
+    return drafting("mtp", num_drafts=3)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch.nn.functional import silu, softplus
 
 from dsv4_compile import hf
 from dsv4_compile.hf.tiny import tiny_drafts, tiny_model
-from dsv4_compile.metadata import AttentionMetadata, WindowMetadata
+from dsv4_compile.metadata import AttentionMetadata, WindowMetadata, build_metadata
 from tests.hf.official import LINEARS, SHARED
 from tests.hf.small import LAYERS
 
@@ -195,6 +195,20 @@ class Formulas:
             logits.append(self.logits(self.hidden(out)))
             rows.append(self.pair(out, int(logits[-1].argmax())))
         return torch.stack(logits)
+
+
+def metadata_of(model: Any, rows: int, columns: int, start: int = 0) -> AttentionMetadata:
+    """Return a step's metadata of `columns` tokens, from position `start` on, of each of `rows` requests."""
+    paged = model.model.dsv4_cache.paged
+    return build_metadata(
+        positions=(start + torch.arange(columns)).repeat(rows),
+        token_to_req=torch.arange(rows, dtype=torch.int32).repeat_interleave(columns),
+        is_valid_token=torch.ones(rows * columns, dtype=torch.bool),
+        block_tables=paged.block_tables,
+        window=paged.config.sliding_window,
+        max_model_len=paged.max_seq_len,
+        ratios=paged.config.compressed_ratios,
+    )
 
 
 def tokens_of(positions: list[int], requests: list[int], valid: list[bool] | None = None) -> AttentionMetadata:

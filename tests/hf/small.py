@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dsv4_compile.hf.tiny import tiny_config
@@ -45,6 +47,19 @@ def assert_records_what_eager_records(converted: Any, original: Any) -> None:
             close(a, b)
     close(got.aux_loss, want.aux_loss)
     close(got.loss, want.loss)
+
+
+def assert_equal_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert set(got) == set(want)
+    for name, tensor in want.items():
+        assert got[name].dtype is tensor.dtype and got[name].shape == tensor.shape, name
+        assert torch.equal(got[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of all safetensors files in a folder."""
+    parts = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def quantise_at_random(experts: Any, floating: Any, kind: str) -> None:

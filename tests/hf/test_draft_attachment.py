@@ -12,35 +12,10 @@ from torch import Tensor
 from dsv4_compile import DSV4Error, hf
 from dsv4_compile.hf.model.taps import Taps
 from dsv4_compile.hf.tiny import tiny_drafts, tiny_model
-from dsv4_compile.metadata import AttentionMetadata, build_metadata
-from tests.hf.drafting import NOISE, SIZE, N, close, drafting, formulas, inject, propose, spoil, taps_of
+from tests.hf.drafting import NOISE, SIZE, N, close, drafting, formulas, inject, metadata_of, propose, spoil, taps_of
 from tests.hf.small import LAYERS, random_ids
 
-
-@pytest.fixture(scope="module")
-def dspark() -> Any:
-    return drafting("dspark", stages=2)
-
-
-@pytest.fixture(scope="module")
-def mtp() -> Any:
-    return drafting("mtp", num_drafts=3)
-
-
 # Taps.
-
-
-def metadata_of(model: Any, rows: int, columns: int) -> AttentionMetadata:
-    paged = model.model.dsv4_cache.paged
-    return build_metadata(
-        positions=torch.arange(columns).repeat(rows),
-        token_to_req=torch.arange(rows, dtype=torch.int32).repeat_interleave(columns),
-        is_valid_token=torch.ones(rows * columns, dtype=torch.bool),
-        block_tables=paged.block_tables,
-        window=paged.config.sliding_window,
-        max_model_len=paged.max_seq_len,
-        ratios=paged.config.compressed_ratios,
-    )
 
 
 @torch.no_grad()

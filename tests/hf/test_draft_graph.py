@@ -12,7 +12,8 @@ from dsv4_compile import hf
 from dsv4_compile.hf.model.layer_kinds import tensors_of_step
 from dsv4_compile.hf.serving.running_steps import with_repeated
 from dsv4_compile.hf.tiny import tiny_drafts, tiny_model
-from dsv4_compile.metadata import AttentionMetadata, build_metadata
+from dsv4_compile.metadata import AttentionMetadata
+from tests.hf.drafting import metadata_of
 from tests.hf.test_layer_kinds import ALIKE, Seen
 
 
@@ -41,15 +42,7 @@ def arguments(model: Any, start: int, kept: list[int]) -> tuple[Any, ...]:
     """Return the arguments of a step whose requests begin at position `start`."""
     paged, columns = model.model.dsv4_cache.paged, model.dsv4_drafts.num_drafts + 1
     rows = len(kept)
-    metadata = build_metadata(
-        positions=(start + torch.arange(columns)).repeat(rows),
-        token_to_req=torch.arange(rows, dtype=torch.int32).repeat_interleave(columns),
-        is_valid_token=torch.ones(rows * columns, dtype=torch.bool),
-        block_tables=paged.block_tables,
-        window=paged.config.sliding_window,
-        max_model_len=paged.max_seq_len,
-        ratios=paged.config.compressed_ratios,
-    )
+    metadata = metadata_of(model, rows, columns, start)
     ids = torch.randint(0, 512, (rows * columns,), generator=torch.Generator().manual_seed(start))
     num_new = torch.tensor(kept, dtype=torch.int32)
     return ids, metadata, paged.layers, num_new, start + num_new

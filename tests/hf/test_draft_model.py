@@ -13,19 +13,8 @@ from dsv4_compile.cache import CacheFormat
 from dsv4_compile.hf.model.draft_caches import DraftCaches
 from dsv4_compile.hf.model.draft_settings import stage_config
 from dsv4_compile.hf.tiny import tiny_config
-from tests.hf.drafting import NOISE, SIZE, N, W, close, drafting, formulas, inject, propose, spoil, taps_of, tokens_of
+from tests.hf.drafting import NOISE, SIZE, N, W, close, formulas, inject, propose, spoil, taps_of, tokens_of
 from tests.hf.small import random_ids
-
-
-@pytest.fixture(scope="module")
-def dspark() -> Any:
-    return drafting("dspark", stages=2)
-
-
-@pytest.fixture(scope="module")
-def mtp() -> Any:
-    return drafting("mtp", num_drafts=3)
-
 
 # Logits.
 

@@ -24,7 +24,7 @@ from dsv4_compile.modules.linear import Linear
 from dsv4_compile.modules.stacked import Projection, Stack
 from dsv4_compile.runtime.captures import tensor_bytes
 from tests.hf import official
-from tests.hf.small import LAYERS, random_ids
+from tests.hf.small import LAYERS, assert_equal_bits, random_ids, stored
 
 SIZES: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 128}
 STATES = ("converted", "reverted")
@@ -39,21 +39,8 @@ def models() -> dict[str, Any]:
     return {"eager": tiny_model(**LAYERS), "converted": converted_model(), "reverted": hf.revert(converted_model())}
 
 
-def assert_equal_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert set(got) == set(want)
-    for name, tensor in want.items():
-        assert got[name].dtype is tensor.dtype and got[name].shape == tensor.shape, name
-        assert torch.equal(got[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
-
-
 def size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of all safetensors files in a folder."""
-    parts = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
-    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def saved_by_trainer(model: Any, folder: Path) -> None:
@@ -87,7 +74,7 @@ def test_every_road_writes_what_it_writes_of_the_original(
     for name in ("eager", state):
         (tmp_path / name).mkdir()
         ROADS[road](models[name], tmp_path / name)
-    assert_equal_bits(tensors(tmp_path / state), tensors(tmp_path / "eager"))
+    assert_equal_bits(stored(tmp_path / state), stored(tmp_path / "eager"))
     assert abs(size(tmp_path / state) - size(tmp_path / "eager")) < 4096
     for file in (tmp_path / state).glob("model.p*"):
         assert_equal_bits(torch.load(file) if file.suffix == ".pt" else pickle.loads(file.read_bytes()),

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DeepseekV4ForCausalLM, FineGrainedFP8Config
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -19,7 +18,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from dsv4_compile import hf
 from dsv4_compile.errors import DSV4Error
 from tests.hf import official
-from tests.hf.small import random_ids
+from tests.hf.small import assert_equal_bits, random_ids, stored
 
 SIZES: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64}
 FORMATS: dict[str, dict[str, Any]] = {
@@ -36,20 +35,6 @@ def float32_scales(tensors: dict[str, Tensor]) -> None:
 
 def load(folder: Path, **options: Any) -> Any:
     return hf.load(folder, device="cpu", **SIZES, **options)
-
-
-def bits(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, bytes]]:
-    return {name: (t.dtype, t.contiguous().view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
-
-
-def assert_equal_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    left, right = bits(got), bits(want)
-    assert left.keys() == right.keys()
-    assert [name for name in right if left[name] != right[name]] == []
-
-
-def files(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def read(folder: Path, **options: Any) -> Any:
@@ -92,7 +77,7 @@ def test_transformers_and_load_read_what_is_saved_of_a_loaded_model(tmp_path: Pa
     model.save_pretrained(tmp_path / "saved", max_shard_size="500KB")
     check_saved(tmp_path / "saved", model, folder)
     hf.revert(copy.deepcopy(model)).save_pretrained(tmp_path / "reverted")
-    assert_equal_bits(files(tmp_path / "reverted"), files(tmp_path / "saved"))
+    assert_equal_bits(stored(tmp_path / "reverted"), stored(tmp_path / "saved"))
 
 
 def test_scales_in_float32_are_saved(tmp_path: Path) -> None:
@@ -139,7 +124,7 @@ def test_what_is_saved_is_what_transformers_saves(tmp_path: Path, experts: Any) 
     load(same).save_pretrained(tmp_path / "loaded")
     hf.convert(model, **SIZES).save_pretrained(tmp_path / "converted")
     for name in ("loaded", "converted"):
-        assert_equal_bits(files(tmp_path / name), files(tmp_path / "plain"))
+        assert_equal_bits(stored(tmp_path / name), stored(tmp_path / "plain"))
 
 
 @pytest.mark.parametrize("experts", [official.mxfp4, official.e4m3])
