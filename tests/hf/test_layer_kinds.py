@@ -122,16 +122,16 @@ def test_the_graph_is_that_of_a_trace_of_every_layer(form: str) -> None:
     ids = random_ids(2, 20)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
-    found = {}
+    by_repeats = {}
     for repeats in (True, False):
-        seen = found[repeats] = compiled(model, repeats)
+        seen = by_repeats[repeats] = compiled(model, repeats)
         results = [logits(model, ids, attention_mask=mask), logits(model, ids[:1, :1])]
-        found[repeats] = seen
+        by_repeats[repeats] = seen
         if repeats:
             first = results
-    assert len(found[True].graphs) == len(found[False].graphs) == 2
-    assert found[True].graphs == found[False].graphs
-    assert all(a < 0.85 * b for a, b in zip(found[True].traced, found[False].traced, strict=True))
+    assert len(by_repeats[True].graphs) == len(by_repeats[False].graphs) == 2
+    assert by_repeats[True].graphs == by_repeats[False].graphs
+    assert all(a < 0.85 * b for a, b in zip(by_repeats[True].traced, by_repeats[False].traced, strict=True))
     for got, want in zip(first, results, strict=True):
         torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
 
@@ -200,8 +200,8 @@ def test_a_change_of_one_layer_is_used(what: str, index: int, alike: Any) -> Non
     seen = compiled(model)
     before = logits(model, ids)
     close(before, logits(eager, ids))
-    for each in (model, eager):
-        change(each, index, what)
+    for changed in (model, eager):
+        change(changed, index, what)
     want = logits(eager, ids)
     close(logits(model, ids), want)
     assert not torch.allclose(before, want, atol=1e-3)
@@ -216,8 +216,8 @@ def test_one_tensor_of_two_layers(alike: Any) -> None:
     compiled(model)
     close(logits(model, ids), logits(eager, ids))
     with torch.no_grad():
-        for each in (model, eager):
-            each.model.layers[0].attn_hc.base.mul_(3)
+        for changed in (model, eager):
+            changed.model.layers[0].attn_hc.base.mul_(3)
     close(logits(model, ids), logits(eager, ids))
 
 
@@ -279,13 +279,13 @@ def test_captures_of_repeated_layers(alike: Any) -> None:
     with counting() as counts:
         close(torch.cat(steps(model), 1), torch.cat(steps(eager), 1))
     assert counts.captures and counts.replays
-    for each in (model, eager):
-        experts = each.model.layers[1].mlp.experts
+    for changed in (model, eager):
+        experts = changed.model.layers[1].mlp.experts
         experts.down_proj = nn.Parameter(experts.down_proj.detach() * 2)
     close(torch.cat(steps(model), 1), torch.cat(steps(eager), 1))
     with torch.no_grad():
-        for each in (model, eager):
-            each.model.layers[1].mlp.experts.down_proj.mul_(2)
+        for changed in (model, eager):
+            changed.model.layers[1].mlp.experts.down_proj.mul_(2)
     close(torch.cat(steps(model), 1), torch.cat(steps(eager), 1))
 
 

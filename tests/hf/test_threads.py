@@ -46,22 +46,22 @@ def test_two_threads_generate(original: Any, converted: Any) -> None:
 
 def test_a_call_while_something_else_compiles(original: Any) -> None:
     """torch says of all threads that they compile, while one does."""
-    model, ids, found = converted_model(), random_ids(1, 9), list[Tensor]()
+    model, ids, results = converted_model(), random_ids(1, 9), list[Tensor]()
     attention = model.model.layers[1].self_attn
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.append(eager_logits(model, ids))
+        results.append(eager_logits(model, ids))
         attention.kv_proj.weight = nn.Parameter(attention.kv_proj.weight.roll(1, 0))
-        found.append(eager_logits(model, ids))
+        results.append(eager_logits(model, ids))
         return gm.forward
 
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-    close(found[0], eager_logits(original, ids))
+    close(results[0], eager_logits(original, ids))
     with torch.no_grad():
         other = copy.deepcopy(original)
         weight = other.model.layers[1].self_attn.kv_proj.weight
         weight.copy_(weight.roll(1, 0))
-    close(found[1], eager_logits(other, ids))
+    close(results[1], eager_logits(other, ids))
 
 
 def test_first_calls_at_once() -> None:

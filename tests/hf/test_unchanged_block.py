@@ -38,20 +38,20 @@ def model() -> Any:
 @pytest.fixture
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """One entry for each comparison of a model or of a cache."""
-    found: list[int] = []
+    compared: list[int] = []
     for kind in (Snapshot, hf.PagedCache):
 
         def counted(self: Any, holds: Callable[[Any], bool] = kind.holds) -> bool:
-            found.append(1)
+            compared.append(1)
             return holds(self)
 
         monkeypatch.setattr(kind, "holds", counted)
-    yield found
+    yield compared
 
 
 def in_turn(model: Any, ids: Tensor, cache: Any) -> Tensor:
     parts = [ids[:, :9], *ids[:, 9:].split(1, dim=1)]
-    return torch.cat([logits(model, part, past_key_values=cache) for part in parts], dim=1)
+    return torch.cat([logits(model, ids, past_key_values=cache) for ids in parts], dim=1)
 
 
 @pytest.mark.parametrize("form", ["eager", "captured", "wrapper"])
@@ -200,13 +200,13 @@ def test_other_models_other_threads_and_the_time_after_compare(original: Any) ->
             logits(two, ids)
         assigned(two)
         close(logits(two, ids), logits(moved, ids))
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         with pytest.raises(ValueError, match="E208"), hf.unchanged(two):
             assigned(two)
-            thread = threading.Thread(target=lambda: found.append(logits(two, ids)))
+            thread = threading.Thread(target=lambda: results.append(logits(two, ids)))
             thread.start()
             thread.join()
-    close(found[0], logits(moved_twice, ids))
+    close(results[0], logits(moved_twice, ids))
     assigned(one)
     close(logits(one, ids), logits(moved, ids))
 

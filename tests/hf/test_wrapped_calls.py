@@ -156,7 +156,7 @@ def test_explain_gives_the_reason_of_this_package(small: Any) -> None:
         return small(ids).logits
 
     report = explain(call, random_ids(1, 5), backend="eager")
-    (found,) = report.breaks
-    assert found.cause == "a call of a converted model is checked on the host, before its graph"
-    assert "compile the model itself" in found.fix and "without fullgraph=True" in found.fix
+    (graph_break,) = report.breaks
+    assert graph_break.cause == "a call of a converted model is checked on the host, before its graph"
+    assert "compile the model itself" in graph_break.fix and "without fullgraph=True" in graph_break.fix
     assert "remove the mark" not in str(report)
