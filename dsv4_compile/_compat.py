@@ -99,6 +99,8 @@ PRIVATE: dict[str, PrivateName] = {
     "auto_functionalize": PrivateName("torch._higher_order_ops.auto_functionalize", "", "counts slices of a storage"),
     "FloorDiv": PrivateName("torch.utils._sympy.functions", "FloorDiv", "integer division in index expressions"),
     "ModularIndexing": PrivateName("torch.utils._sympy.functions", "ModularIndexing", "remainder in index expressions"),
+    "function_modes": PrivateName("torch.overrides", "", "modes that a thread is in, which Dynamo guards"),
+    "default_device": PrivateName("torch.utils._device", "", "the mode of a default device, and that device"),
     "mark_static": PrivateName("torch._dynamo", "mark_static", "keeps the dims of a cache static"),
     "mark_static_address": PrivateName("torch._dynamo", "mark_static_address", "marks a cache that keeps its address"),
     "maybe_mark_dynamic": PrivateName("torch._dynamo", "maybe_mark_dynamic", "marks a dim as dynamic"),

@@ -1,9 +1,11 @@
-"""Private names of transformers: conversions of checkpoints, recorded outputs, and what `generate` prepares."""
+"""Private names: conversions of checkpoints, recorded outputs, what `generate` prepares; and default devices."""
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import transformers
@@ -12,6 +14,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+from .._compat import default_device, function_modes
 
 _SAMPLING = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 """Warpers of logits that ops of this package stand for, in the order of `generate`."""
@@ -106,3 +110,28 @@ def padding_of(config: Any, criteria: Any) -> int | None:
     """Return the token that rows get after their end, None where they go on until all rows have ended."""
     ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     return int(config._pad_token_tensor) if ends else None
+
+
+has_function_modes: Callable[[], int] = function_modes._len_torch_function_stack
+"""Function that returns how many modes of torch functions this thread is in, default devices among them."""
+
+
+@contextmanager
+def without_default_device() -> Iterator[None]:
+    """Leave `with torch.device(...)` and `torch.set_default_device` inside the block: Dynamo guards both."""
+    stack = list(function_modes._get_current_function_mode_stack())
+    current = default_device.CURRENT_DEVICE
+    _set_modes([mode for mode in stack if not isinstance(mode, default_device.DeviceContext)])
+    default_device.CURRENT_DEVICE = None
+    try:
+        yield
+    finally:
+        _set_modes(stack)
+        default_device.CURRENT_DEVICE = current
+
+
+def _set_modes(modes: list[Any]) -> None:
+    for _ in function_modes._get_current_function_mode_stack():
+        function_modes._pop_mode()
+    for mode in modes:
+        function_modes._push_mode(mode)

@@ -49,15 +49,20 @@ def traced() -> Iterator[None]:
 @pytest.mark.usefixtures("traced")
 def test_a_model_that_load_warmed_up_compiles_nothing(folder: Path) -> None:
     lines: list[str] = []
-    with torch.no_grad(), progress.listen(lambda event: lines.append(f"{event.stage} {event.note}")):
+    with (
+        torch.no_grad(),
+        torch.device("meta"),
+        progress.listen(lambda event: lines.append(f"{event.stage} {event.note}")),
+    ):
         model = hf.load(folder, **SIZES, warm_up=STRICT)
+        assert torch.zeros(1).device.type == "meta"
     assert any(line.startswith("warm up trace ") for line in lines), lines
-    original, ids = tiny_model(**ONE_LAYER), torch.tensor([[3, 4, 5], [7, 8, 9]])
+    original, ids = tiny_model(**ONE_LAYER), torch.tensor([[3, 4, 5], [7, 8, 9]])  # calls leave default devices
     for batch in (ids, ids[:1]):
-        with torch.set_grad_enabled(len(batch) == 1):
+        with torch.set_grad_enabled(len(batch) == 1), torch.device("cpu" if len(batch) == 2 else "meta"):
             got = model.generate(batch, attention_mask=batch > 0, max_new_tokens=3, do_sample=False)
         assert torch.equal(got, original.generate(batch, attention_mask=batch > 0, max_new_tokens=3, do_sample=False))
-    with pytest.raises(DSV4Error, match="E430"):  # of another kind than what `generate` makes: strict is on
+    with pytest.raises(DSV4Error, match="E430"):  # `generate` makes no such call, and strict is on
         model(ids)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from ..._compat import RecompileLimit, TorchDynamoException, eval_frame
 from ...errors import DSV4Error, check, error, fail
 from ...runtime.addresses import compared
 from ...runtime.repeated_layers import handed
-from .._compat import record_outputs
+from .._compat import has_function_modes, record_outputs, without_default_device
 from .batch_checks import Call, check_batch
 from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_cache
 from .call_results import RECORDED, inference_only, with_cache
@@ -215,6 +216,7 @@ def _take(cache: PagedCache, new: bool) -> None:
     check(not busy, "E208", got="a cache that another forward uses", why="it takes one call at a time", fix=OWN_CACHE)
 
 
+_SAME_DEVICE: AbstractContextManager[None] = nullcontext()
 _nn: Any = nn
 """Untyped: modules of transformers are subclasses of this module's class, and have the type Any."""
 
@@ -237,7 +239,8 @@ class EnteredOnHost(_nn.Module):
         entry = begin(self, args, kwargs)
         tokens = compared.set(entry.compared), handed.set(entry.handed)
         try:
-            with torch.no_grad():
+            leaves_device = has_function_modes() and self._compiled_call_impl is not None
+            with torch.no_grad(), without_default_device() if leaves_device else _SAME_DEVICE:
                 if entry.bucketed is None:
                     result = super().__call__(**entry.arguments)
                 else:
