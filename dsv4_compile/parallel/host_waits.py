@@ -29,6 +29,8 @@ INTERVAL = 0.5
 """Seconds between two beats, and between two looks at those of the others."""
 _GRACE = 2
 """Looks after which a rank that has left or ended does not come; the collective may fail by itself before."""
+SILENCE = 2.0
+"""Seconds without a beat after which a rank of another host explains a collective that failed."""
 _ESTABLISHED = "01"
 """State of a connection in /proc/net/tcp."""
 _log = logging.getLogger("dsv4_compile.parallel")
@@ -96,6 +98,20 @@ class HostWaits(watchdog.HostCalls):
             rank: f"has not come to call {self.begun}: it has begun {number}"
             for rank, number in begun.items()
             if number < self.begun
+        }
+
+    def silent(self) -> dict[int, str]:
+        """Return why ranks of other hosts, whose processes cannot be seen, are not heard either."""
+        now, beats = time.monotonic(), self._beats
+        away = [rank for rank in self._others() if rank not in self.processes.visible]
+        if beats.lost or now - beats.answered > SILENCE:
+            why = "is not heard: the store of the group is gone, or no network leads to it"
+            return dict.fromkeys(away, why)
+        ages = {rank: now - beats.heard.get(rank, now) for rank in away}
+        return {
+            rank: f"has been silent for {age:.0f} s: its process has ended, or its host or the network is down"
+            for rank, age in ages.items()
+            if age > SILENCE
         }
 
     def ahead(self) -> list[int]:

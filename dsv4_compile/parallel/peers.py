@@ -52,6 +52,9 @@ class Lookout(Protocol):
     def ahead(self) -> Sequence[int]:
         """Return the ranks that have begun a call before this one."""
 
+    def silent(self) -> Mapping[int, str]:
+        """Return why ranks of other hosts are not heard, by rank."""
+
 
 def of_collective(fault: BaseException) -> bool:
     """Return whether `fault` is that of a collective, or of the store of a group."""
@@ -119,9 +122,14 @@ class Processes:
         host, pid = self.places[rank]
         return f"rank {rank} (process {pid} on {host})"
 
+    def _describe_from_here(self, rank: int) -> str:
+        """Return rank and process in words, and the host if it is another one."""
+        host, pid = self.places[rank]
+        return f"rank {rank} (process {pid or 'unknown'})" if host in ("", platform.node()) else self.describe(rank)
+
     def reasons(self) -> dict[int, str]:
         """Return why ranks do not come, by rank: they have ended, are stopped, or have said so."""
-        told = {} if self.lookout is None else dict(self.lookout.reasons())
+        told = {} if self.lookout is None else self.lookout.silent() | self.lookout.reasons()
         told |= dict.fromkeys(self.stopped(), "is stopped, by a signal or a debugger")
         told |= {rank: f"ended ({told[rank]})" if rank in told else "ended" for rank in self.gone()}
         # A rank that only noticed the end of a peer is not the first.
@@ -132,7 +140,9 @@ class Processes:
         deadline = time.monotonic() + self.patience
         while True:
             reasons = self.reasons()
-            if reasons or time.monotonic() > deadline:
+            # A rank of another host is known to be gone only by its silence, later than others notice it.
+            known = len(self.visible) == self.ranks.size or any(_NOTICED not in why for why in reasons.values())
+            if (reasons and known) or time.monotonic() > deadline:
                 return reasons
             time.sleep(0.05)
 
@@ -153,11 +163,12 @@ class Processes:
         late = {rank: "has not come to the group yet" for rank, (_, pid) in enumerate(self.places) if not pid}
         if self.lookout is not None and (_TIMED_OUT.search(first) or not reasons):
             late |= self.lookout.behind()
+        late = {rank: why for rank, why in late.items() if _NOTICED in reasons.get(rank, _NOTICED)}
         fix = ""
         if late or not reasons:
             reasons = late | {rank: why for rank, why in reasons.items() if _NOTICED not in why}
             fix = "make the same calls with the same inputs on every rank; see the errors of the other ranks"
-        names = (f"rank {rank} (process {self.places[rank][1] or 'unknown'}) {why}" for rank, why in reasons.items())
+        names = (f"{self._describe_from_here(rank)} {why}" for rank, why in reasons.items())
         seen = f"{len(self.visible)} of {self.ranks.size} ranks are seen from here, and none has ended"
         why = "; ".join(names) or seen
         failure = error("E703", got=f"on rank {self.ranks.rank} of {self.ranks.size}: {first}", why=why, fix=fix)

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -96,12 +97,15 @@ class Beats:
         read: by rank, the newest text "beat NUMBER CALLS" or "left NUMBER CALLS"; CALLS is the result of `calls`.
         rounds: number of rounds that the store has answered.
         lost: whether the connection to the store is closed.
+        answered: when the store answered last, by the monotonic clock.
+        heard: by rank, when it wrote its newest text.
     """
 
     def __init__(self, store: Any, ranks: Ranks, interval: float, calls: Callable[[], object]) -> None:
         self.store, self.ranks, self.interval, self.calls = store, ranks, interval, calls
         self.read: dict[int, str] = {}
         self.rounds, self.lost = 0, False
+        self.answered, self.heard = time.monotonic(), dict[int, float]()
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._run, name="dsv4-beats", daemon=True)
         self.failed = False
@@ -125,7 +129,10 @@ class Beats:
             # A get would wait for the key of a rank that has not begun.
             begun = [rank for rank in others if rank in self.read or self.store.check([str(rank)])]
             texts = self.store.multi_get([str(rank) for rank in begun]) if begun else []
-            self.read = {rank: text.decode() for rank, text in zip(begun, texts, strict=True)}
+            read = {rank: text.decode() for rank, text in zip(begun, texts, strict=True)}
+            self.answered = time.monotonic()
+            self.heard |= {rank: self.answered for rank in begun if read[rank] != self.read.get(rank)}
+            self.read = read
             self.rounds += 1
         except distributed.DistNetworkError as fault:
             self.lost = True
