@@ -137,6 +137,7 @@ OPTIONS: Mapping[str, Option] = {
 }
 ENVIRONMENT: Mapping[str, str] = {
     "DSV4_VLLM": "the vLLM plug-in: 1 attention, all decoder layers, 0 or unset off",
+    "DSV4_VLLM_BATCH_INVARIANT": "the vLLM plug-in: dsv4.batch_invariant of its graphs, with DSV4_VLLM=all",
     "DSV4_VLLM_EXPLAIN": "file, .txt, .html or .json, for the report of what vLLM compiles",
     "DSV4_COMMIT": "commit that `dsv4 bench` records for a copy of the code without its git folder",
     "CXX": "C++ compiler of Inductor and of this package's CPU kernels",

@@ -56,8 +56,8 @@ def choose(call: Call, demand: str | None, launchable: Decision, unproven: str) 
     if not why and demand not in (None, impl):
         why = f"dsv4.impl.{call.op} demands {demand!r}, which claims no independence of rows"
     if why:
-        place = f" for the call at {call.where}" if call.where else ""
-        fail("E303", got=f"torch.ops.dsv4.{call.op} on {call.device.type}{place}", why=why)
+        location = f" for the call at {call.where}" if call.where else ""
+        fail("E303", got=f"torch.ops.dsv4.{call.op} on {call.device.type}{location}", why=why)
     return call.choose(impl, reason)
 
 

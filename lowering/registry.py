@@ -188,8 +188,8 @@ def _choose(call: Call, options: Options) -> Decision:
     if options.batch_invariant != "off":
         launchable = _can_launch(call)
         proven = options.impl != "auto" or launchable.impl != "triton"
-        unproven = "" if proven else _by_request_only(call, "triton")
-        return invariant.choose(call, options.demands.get(call.op), launchable, unproven)
+        why = "" if proven else _by_request_only(call, "triton")
+        return invariant.choose(call, options.demands.get(call.op), launchable, why)
     choices = can_lower(call)
     available = [impl for impl, choice in choices.items() if choice.impl == impl]
     demand = options.demands.get(call.op)

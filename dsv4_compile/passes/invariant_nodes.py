@@ -66,17 +66,17 @@ def dependent_nodes(graph: Graph) -> Iterator[Dependence]:
                 yield Dependence(display_name(node), f"{why}; {fate}", where(node))
 
 
-def _is_ours(node: Node) -> bool:
+def _is_ours(node: Any) -> bool:
     """Return whether a node calls a twin of a dsv4 op, which `lowering.invariant.dependence` speaks for."""
     called = node.args[0] if node.target in FUNCTIONALIZED else node.target
     return str(getattr(called, "namespace", "")).startswith("dsv4_")
 
 
-def _refuse(node: Node, why: str) -> None:
-    place = f" at {where(node)}" if where(node) else ""
+def _refuse(node: Any, why: str) -> None:
+    location = f" at {where(node)}" if where(node) else ""
     fail(
         "E303",
-        got=f"{display_name(node)}{place}",
+        got=f"{display_name(node)}{location}",
         why=why,
         fix="convert the whole model with attention_only=False, leave the op out, or compile without "
         "dsv4.batch_invariant",
@@ -96,7 +96,7 @@ def _name(node: Node) -> str:
     return name.rpartition("::")[2]
 
 
-def _why_dependent(node: Node) -> str:
+def _why_dependent(node: Any) -> str:
     """Return why results of a node may depend on other rows, "" if they do not."""
     target, name = node.target, _name(node)
     namespace = getattr(target, "namespace", "")
@@ -113,7 +113,7 @@ def _why_dependent(node: Node) -> str:
     return "it sums or rounds in an order that the compiler chooses by sizes"
 
 
-def _arithmetic(node: Node, name: str) -> str:
+def _arithmetic(node: Any, name: str) -> str:
     exponent = node.args[1] if name == "pow" else 2
     if exponent not in (0.5, 1, 2):
         return f"a power of {exponent} is computed in another way at the end of a row"
@@ -127,7 +127,7 @@ def _arithmetic(node: Node, name: str) -> str:
     return ""
 
 
-def _source(node: Node) -> Node:
+def _source(node: Any) -> Node:
     """Return the node that computes what `node` moves."""
     while node.op == "call_function" and _name(node) in _MOVES and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -142,7 +142,7 @@ def _call(graph: Graph, function: Any, *args: Any, **kwargs: Any) -> Node:
     return node
 
 
-def _replace(graph: Graph, node: Node, new: Node) -> None:
+def _replace(graph: Graph, node: Any, new: Node) -> None:
     for key in ("stack_trace", "from_node"):
         if key in node.meta:
             new.meta[key] = node.meta[key]
@@ -150,11 +150,11 @@ def _replace(graph: Graph, node: Node, new: Node) -> None:
     graph.erase_node(node)
 
 
-def _mm(graph: Graph, x: Node, weight: Node, level: str) -> Node:
+def _mm(graph: Graph, x: Any, weight: Any, level: str) -> Node:
     return _call(graph, invariant_mm.op(x.meta["val"].device), x, weight, level)
 
 
-def _replace_mm(graph: Graph, node: Node, level: str) -> None:
+def _replace_mm(graph: Graph, node: Any, level: str) -> None:
     x, weight = node.args[:2]
     out_dtype = node.args[2] if len(node.args) > 2 else node.kwargs.get("out_dtype")
     if out_dtype is not None and out_dtype != x.meta["val"].dtype:
@@ -162,14 +162,14 @@ def _replace_mm(graph: Graph, node: Node, level: str) -> None:
     _replace(graph, node, _mm(graph, x, weight, level))
 
 
-def _replace_addmm(graph: Graph, node: Node, level: str) -> None:
+def _replace_addmm(graph: Graph, node: Any, level: str) -> None:
     bias, x, weight = node.args
     if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1:
         _refuse(node, "alpha and beta other than 1 are not supported")
     _replace(graph, node, _call(graph, aten.add.Tensor, _mm(graph, x, weight, level), bias))
 
 
-def _replace_bmm(graph: Graph, node: Node, level: str) -> None:
+def _replace_bmm(graph: Graph, node: Any, level: str) -> None:
     x, weight = node.args[:2]
     if len(node.args) > 2 or node.kwargs:
         _refuse(node, "its result has another dtype than its operands")
@@ -180,11 +180,11 @@ def _replace_bmm(graph: Graph, node: Node, level: str) -> None:
         _mm(graph, _call(graph, aten.select.int, x, 0, i), _call(graph, aten.select.int, weight, 0, i), level)
         for i in range(count)
     ]
-    lifted = [_call(graph, aten.unsqueeze.default, part, 0) for part in parts]
+    lifted = [_call(graph, aten.unsqueeze.default, product, 0) for product in parts]
     _replace(graph, node, _call(graph, aten.cat.default, lifted, 0))
 
 
-def _replace_sum(graph: Graph, node: Node, level: str) -> None:
+def _replace_sum(graph: Graph, node: Any, level: str) -> None:
     """Replace a sum or a mean by a GEMM with a column of ones."""
     x, dims = node.args[0], list(node.args[1] or ()) if len(node.args) > 1 else []
     keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
@@ -214,7 +214,7 @@ def _replace_sum(graph: Graph, node: Node, level: str) -> None:
     _replace(graph, node, _call(graph, _cast, shaped, node.meta["val"].dtype))
 
 
-def _replace_all_reduce(graph: Graph, node: Node, level: str) -> None:
+def _replace_all_reduce(graph: Graph, node: Any, level: str) -> None:
     """Gather the parts of all ranks, and add them in the order of the ranks, in float32."""
     x, operation, group = node.args
     if operation != "sum":
@@ -226,15 +226,15 @@ def _replace_all_reduce(graph: Graph, node: Node, level: str) -> None:
     parts = _call(graph, collectives.wait_tensor.default, gathered)
     total = _call(graph, _cast, _call(graph, aten.select.int, parts, 0, 0), torch.float32)
     for rank in range(1, size):
-        part = _call(graph, _cast, _call(graph, aten.select.int, parts, 0, rank), torch.float32)
-        total = _call(graph, aten.add.Tensor, total, part)
+        summand = _call(graph, _cast, _call(graph, aten.select.int, parts, 0, rank), torch.float32)
+        total = _call(graph, aten.add.Tensor, total, summand)
     for waited in [user for user in node.users if user.target is collectives.wait_tensor.default]:
         waited.replace_all_uses_with(node)
         graph.erase_node(waited)
     _replace(graph, node, _call(graph, _cast, total, value.dtype))
 
 
-_REPLACED: dict[Any, Callable[[Graph, Node, str], None]] = {
+_REPLACED: dict[Any, Callable[[Graph, Any, str], None]] = {
     aten.mm.default: _replace_mm,
     aten.mm.dtype: _replace_mm,
     aten.addmm.default: _replace_addmm,

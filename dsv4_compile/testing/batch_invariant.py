@@ -115,8 +115,8 @@ def _check_op(
     places = row_places(op, declared)
     grouped = [names.index(name) for name in claims.grouped]
     written = [i for i, a in enumerate(declared) if a.alias_info is not None and a.alias_info.is_write]
-    given: Sequence[Args] = op_samples(op) if args is None else args
-    for number, values in enumerate(given):
+    samples: Sequence[Args] = op_samples(op) if args is None else args
+    for number, values in enumerate(samples):
         values = (*values, *(argument.default_value for argument in declared[len(values) :]))
         check_rows(
             target,
@@ -128,4 +128,4 @@ def _check_op(
             generator=generator,
             label=f"{op} on sample {number}",
         )
-    return InvarianceReport(op, compositions, _rows(given, places[:1]))
+    return InvarianceReport(op, compositions, _rows(samples, places[:1]))

@@ -29,7 +29,6 @@ def check_of(target: Any) -> Callable[..., int]:
     fail("E201", got=f"a {type(target).__name__}", rule="the target is a converted causal language model")
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
 def check_model(
     model: CompilableForCausalLM,
     *,
@@ -42,6 +41,11 @@ def check_model(
     A batch has random requests in random rows, and gets their tokens in random chunks, padded on the left, the last of
     them one by one. Returns the number of tokens that were compared.
     """
+    with torch.no_grad():
+        return _check_model(model, compositions, generator, prompts)
+
+
+def _check_model(model: Any, compositions: int, generator: torch.Generator, prompts: Any) -> int:
     cache = model.model.dsv4_cache.paged
     device, most = model.model.dsv4_cache.seq_lens.device, cache.max_batch_size
     requests = _requests(model, prompts, cache.max_seq_len, generator)
@@ -53,14 +57,14 @@ def check_model(
         cuts = [_cuts(len(requests[i]), generator) for i in members]
         state, begins = None, [0] * size
         for call in range(max(map(len, cuts))):
-            ends = [own[min(call, len(own) - 1)] for own in cuts]
+            ends = [ends_of_row[min(call, len(ends_of_row) - 1)] for ends_of_row in cuts]
             width = max(end - begin for begin, end in zip(begins, ends, strict=True))
             ids = torch.zeros(size, width, dtype=torch.int64)
             mask = torch.zeros_like(ids)
             for row, (i, begin, end) in enumerate(zip(members, begins, ends, strict=True)):
                 ids[row, width - (end - begin) :] = requests[i][begin:end]
                 mask[row, width - (end - begin) :] = 1
-            options = {} if state is None else {"past_key_values": state}
+            options: dict[str, Any] = {} if state is None else {"past_key_values": state}
             result = model(ids.to(device), attention_mask=mask.to(device), **options)
             state = result["cache"] if "cache" in result else result["past_key_values"]
             for row, (i, begin, end) in enumerate(zip(members, begins, ends, strict=True)):
@@ -120,17 +124,17 @@ def _first_op(model: Any, requests: list[Tensor], members: list[int], device: to
     if not together:
         return "; no op of it was compiled with dsv4.batch_invariant"
     for row, i in enumerate(members):
-        with recorded() as own:
+        with recorded() as alone_calls:
             model(requests[i][None].to(device))
         length = len(requests[i])
-        for number, ((op, got), (name, want)) in enumerate(zip(together, own, strict=False)):
+        for number, ((op, got), (name, want)) in enumerate(zip(together, alone_calls, strict=False)):
             if op != name:
                 break
             for a, b in zip(got, want, strict=True):
                 if a.shape[:1] == (ids.numel(),) and b.shape[:1] == (length,):
                     rows = a.view(len(members), width, *a.shape[1:])[row, width - length :]
                     if not torch.equal(rows.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
-                        return f"; the first op with other rows is {op}, op {number} of {len(own)}"
+                        return f"; the first op with other rows is {op}, op {number} of {len(alone_calls)}"
     return ""
 
 
@@ -151,8 +155,8 @@ def check_running(
         fail("E201", got="a RunningBatch with requests", rule="the batch is idle", fix="run it to its end")
     most = batch.max_seq_len - max_new_tokens
     known = [request.tolist() for request in _requests(batch.model, prompts, most, generator)]
-    sampled = {"temperature": 1.3, "top_k": 40, "top_p": 0.95}
-    options = [
+    sampled: dict[str, Any] = {"temperature": 1.3, "top_k": 40, "top_p": 0.95}
+    options: list[dict[str, Any]] = [
         (sampled if i % 3 == 2 else {}) | {"seed": i, "max_new_tokens": max_new_tokens} for i in range(len(known))
     ]
     with _logits_of(batch) as logits:
@@ -173,10 +177,12 @@ def check_running(
             batch.run()
             for i, request in running:
                 tokens, rows = list(request.tokens), logits.pop(id(request), [])
-                for place, (got, want) in enumerate(zip(rows, alone[i][1], strict=True)):
+                for number_of_token, (got, want) in enumerate(zip(rows, alone[i][1], strict=True)):
                     if not torch.equal(got, want):
-                        where = f"composition {number} of {size} requests"
-                        raise AssertionError(f"{where}: new token {place} of request {i} has other logits than alone")
+                        where = f"composition {number} of {size} requests: new token {number_of_token} of request {i}"
+                        raise AssertionError(
+                            f"{where}: new token {number_of_token} of request {i} has other logits than alone"
+                        )
                 assert tokens == alone[i][0], f"composition {number}: request {i} got {tokens}, alone {alone[i][0]}"
                 compared += len(tokens)
     return compared

@@ -61,10 +61,12 @@ def check_rows(
         size = SIZES[number % len(SIZES)]
         indices = torch.randint(count, (size,), generator=generator).tolist()
         results = call(indices, nan=number % 4 == 3)
-        for place, row in enumerate(indices):
+        for position, row in enumerate(indices):
             for which, (got, want) in enumerate(zip(results, alone[row], strict=True)):
-                if not _equal(got[place : place + 1], want):
-                    where = f"row {row} in place {place} of {size}, result {which}: {_first(got[place], want[0])}"
+                if not _equal(got[position : position + 1], want):
+                    where = (
+                        f"row {row} in position {position} of {size}, result {which}: {_first(got[position], want[0])}"
+                    )
                     raise AssertionError(f"{label}: {where}, and other bits alone")
 
 
@@ -126,7 +128,7 @@ def _first(got: Tensor, want: Tensor) -> str:
         return f"shape {tuple(got.shape)}, not {tuple(want.shape)}"
     size = got.element_size()
     different = (_bits(got).view(-1, size) != _bits(want).view(-1, size)).any(1)
-    place = int(different.to(torch.uint8).argmax())
-    values = [x.flatten()[place].float().item() for x in (got, want)]
+    first = int(different.to(torch.uint8).argmax())
+    values = [x.flatten()[first].float().item() for x in (got, want)]
     count = f"{int(different.sum())} of {got.numel()} elements differ"
-    return f"{count}, the first is {place}: {values[0]!r}, not {values[1]!r}"
+    return f"{count}, the first is {first}: {values[0]!r}, not {values[1]!r}"

@@ -289,8 +289,8 @@ def grouped_gemm(
     if invariant:
         for first in range(0, x.shape[0], INVARIANT_PASS):
             some = slice(first, first + INVARIANT_PASS)
-            part = operands._replace(x=x[some], x_scale=None if x_scale is None else x_scale[some])
-            _launch(part, out[some], quantize, gpu, invariant=True)
+            chunk = operands._replace(x=x[some], x_scale=None if x_scale is None else x_scale[some])
+            _launch(chunk, out[some], quantize, gpu, invariant=True)
         return out
     small, cluster, large = (sm90_module(gpu, name) for name in (SMALL, CLUSTER, LARGE))
     if cluster is not None and not cluster.why_unsupported(operands, quantize, gpu):

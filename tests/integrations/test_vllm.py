@@ -68,6 +68,16 @@ def test_file_of_the_report_is_checked_before_anything_is_compiled() -> None:
     assert registration.Settings.from_environment(on | {registration.EXPLAIN: "a.txt"}).explain == "a.txt"
 
 
+def test_batch_invariance_is_for_decoder_layers() -> None:
+    whole = {registration.SWITCH: "all"}
+    settings = registration.Settings.from_environment
+    assert settings(whole).batch_invariant == settings({registration.INVARIANT: "tokens"}).batch_invariant == "off"
+    assert settings(whole | {registration.INVARIANT: "step"}).batch_invariant == "step"
+    for wrong in (whole | {registration.INVARIANT: "on"}, {registration.SWITCH: "1", registration.INVARIANT: "step"}):
+        with pytest.raises(DSV4Error, match="E802"):
+            settings(wrong)
+
+
 def test_known_version_is_taken_by_what_it_has() -> None:
     for version in ("0.32.0", "0.33.0", "0.32.1.dev3+local"):
         registration.check_version(replace(CPU, version=version))

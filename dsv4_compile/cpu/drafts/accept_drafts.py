@@ -20,7 +20,7 @@ def accept_drafts(
     """Compute the op of this name as its reference does."""
     num_new, tokens = reference.accept_greedy(logits, drafts)
     sampled = (~(numbers[:, 0] < LEAST_TEMPERATURE)).nonzero()[:, 0]
-    # A row that is sampled alone has sums of its own size.
+    # A row that is sampled alone is summed in the same order in every batch.
     for some in sampled.split(1) if is_required() else (sampled,) if len(sampled) else ():
         rows = logits.unflatten(0, (len(drafts), drafts.shape[1] + 1))[some].flatten(0, 1)
         proposal = None if draft_logits is None else draft_logits[some]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...backend import dsv4
 from ...debug.report import assemble
 from ...debug.watch import Watch, watching
 from ...lowering import registry
@@ -17,7 +18,7 @@ from ...ops.common.define import OPS
 from ...options import Options
 from ...passes import ChooseImplementations
 from . import _compat
-from .registration import BACKEND, EXPLAINED, Registered
+from .registration import BACKEND, EXPLAINED, WITH_OPTIONS, Registered
 
 _watch: ContextVar[Watch] = ContextVar("watch")
 
@@ -39,7 +40,7 @@ def how(model: Any) -> str:
     if model.do_not_compile:
         return "eager"
     name = _compat.backend_name(model)
-    return f"compiled by backend {BACKEND if name == EXPLAINED else name!r}"
+    return f"compiled by backend {BACKEND if name in (EXPLAINED, WITH_OPTIONS) else name!r}"
 
 
 def graph_pass(device: torch.device) -> Any:
@@ -59,9 +60,21 @@ def graph_pass(device: torch.device) -> Any:
     return Choose()
 
 
+def options() -> dict[str, Any]:
+    """Return the options of backend "dsv4" that this process was registered with."""
+    level = Registered.settings.batch_invariant
+    return {} if level == "off" else {"dsv4.batch_invariant": level}
+
+
+def with_options(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compile a graph with backend "dsv4" and `options`: the backend of a batch-invariant model."""
+    return dsv4(gm, example_inputs, **{**kwargs, "options": {**(kwargs.get("options") or {}), **options()}})
+
+
 def explained(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compile a graph with backend "dsv4" for `explaining`: the backend of a model that gets a report."""
-    return _watch.get().backend(BACKEND)(gm, example_inputs, **kwargs)
+    merged = {**(kwargs.pop("options", None) or {}), **options()}
+    return _watch.get().backend(BACKEND)(gm, example_inputs, **kwargs, **({"options": merged} if merged else {}))
 
 
 @contextmanager

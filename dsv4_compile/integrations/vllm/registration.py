@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import check
+from ...ops.common.invariance import STEP, TOKENS
 from . import _compat, limits, whole_limits
 
-SWITCH, EXPLAIN = "DSV4_VLLM", "DSV4_VLLM_EXPLAIN"
+SWITCH, EXPLAIN, INVARIANT = "DSV4_VLLM", "DSV4_VLLM_EXPLAIN", "DSV4_VLLM_BATCH_INVARIANT"
 ON = ("1", "all")
 REPORTS = (".html", ".json", ".txt")
 MODEL_CLASS = "dsv4_compile.integrations.vllm.model:DeepseekV4ForCausalLM"
@@ -26,23 +27,32 @@ class Settings:
     """Settings from the environment.
 
     on: the plug-in itself. whole: it replaces decoder layers, not their attention alone. explain: a file for the report
-    of the compilation, "" for none.
+    of the compilation, "" for none. batch_invariant: a value of dsv4.batch_invariant.
     """
 
     on: bool = False
     explain: str = ""
     whole: bool = False
+    batch_invariant: str = "off"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read the settings. E802 for a value of DSV4_VLLM other than "", 0, 1 and all, or a file that is no report."""
+        """Read the settings.
+
+        E802 for a value of DSV4_VLLM other than "", 0, 1 and all, a file that is no report, and a value of
+        DSV4_VLLM_BATCH_INVARIANT other than "", off, step and tokens, or one without DSV4_VLLM=all.
+        """
         switch = environment.get(SWITCH, "")
         rule = f"{SWITCH} is 1 (attention), all (decoder layers) or 0 (off)"
         check(switch in ("", "0", *ON), "E802", got=f"{SWITCH}={switch}", rule=rule, fix=f"set {SWITCH}=1, or unset it")
         explain = environment.get(EXPLAIN, "") if switch in ON else ""
         rule = f"{EXPLAIN} is a file whose name ends in {', '.join(REPORTS)}"
         check(not explain or explain.endswith(REPORTS), "E802", got=f"{EXPLAIN}={explain}", rule=rule)
-        return cls(switch in ON, explain, switch == "all")
+        level = environment.get(INVARIANT, "") or "off" if switch in ON else "off"
+        rule = f"{INVARIANT} is step, tokens or off, and needs {SWITCH}=all: vLLM's own layers promise nothing"
+        known = level == "off" or (level in (STEP, TOKENS) and switch == "all")
+        check(known, "E802", got=f"{INVARIANT}={level} with {SWITCH}={switch}", rule=rule, fix=f"unset {INVARIANT}")
+        return cls(switch in ON, explain, switch == "all", level)
 
 
 class Registered:
@@ -106,13 +116,21 @@ def complete(vllm_config: Any) -> None:
     check(not reasons, "E802", got=got, fix=f"change them, or unset {SWITCH}, which leaves vLLM as it is")
     if compiled:
         _compat.choose_backend(vllm_config, BACKEND)
+    level = Registered.settings.batch_invariant
+    if level != "off":
+        chosen = _compat.backend_name(vllm_config) if compiled else "none"
+        got, fix = f"{INVARIANT}={level} with backend {chosen!r}", f"unset {INVARIANT}, or compile with {BACKEND!r}"
+        check(chosen == BACKEND, "E802", got=got, fix=fix)
+        _compat.set_backend(vllm_config, WITH_OPTIONS)
     if Registered.settings.explain:
         chosen = _compat.backend_name(vllm_config) if compiled else "none"
+        chosen = BACKEND if chosen == WITH_OPTIONS else chosen
         got = f"{EXPLAIN} with backend {chosen!r}"
         check(chosen == BACKEND, "E802", got=got, fix=f"unset {EXPLAIN}, or let vLLM compile with backend {BACKEND!r}")
         _compat.set_backend(vllm_config, EXPLAINED)
 
 
 BACKEND = "dsv4"
+WITH_OPTIONS = "dsv4_compile.integrations.vllm.compiling.with_options"
 EXPLAINED = "dsv4_compile.integrations.vllm.compiling.explained"
 """Backends by the names that vLLM resolves."""
