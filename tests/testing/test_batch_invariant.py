@@ -71,7 +71,7 @@ def largest_of_all(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("broken", [split_by_batch, tile_by_tokens, largest_of_all])
 def test_functions_that_break_it_are_seen(broken: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(AssertionError, match=r"row \d+ in place \d+ of \d+.* elements differ"):
+    with pytest.raises(AssertionError, match=r"row \d+ in position \d+ of \d+.* elements differ"):
         check_batch_invariant(broken, [(torch.randn(6, 100),)], rows=[0])
 
 
