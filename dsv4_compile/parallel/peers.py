@@ -129,7 +129,7 @@ class Processes:
 
     def reasons(self) -> dict[int, str]:
         """Return why ranks do not come, by rank: they have ended, are stopped, or have said so."""
-        told = {} if self.lookout is None else self.lookout.silent() | self.lookout.reasons()
+        told = {} if self.lookout is None else {**self.lookout.silent(), **self.lookout.reasons()}
         told |= dict.fromkeys(self.stopped(), "is stopped, by a signal or a debugger")
         told |= {rank: f"ended ({told[rank]})" if rank in told else "ended" for rank in self.gone()}
         # A rank that only noticed the end of a peer is not the first.
