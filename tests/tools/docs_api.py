@@ -28,6 +28,7 @@ MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "dsv4_compile.decisions": ("Which implementation runs, and why.", ("Decision", "Decisions", "Fusion", "collect")),
     "dsv4_compile.costs": ("Bytes, flops and floors of ops.", ("Cost", "Machine", "floor_us", "names", "of", "sizes")),
     "dsv4_compile.progress": ("Progress of long work.", ("Event", "Stage", "lines", "listen", "stage")),
+    "dsv4_compile.models.v41": ("DeepSeek-V4.1 in plain modules.", ()),
     "dsv4_compile.errors": ("Errors with a code.", ("DSV4Error", "DSV4Warning")),
 }
 """Public modules, what they are for, and their public names where the module has no `__all__`."""

@@ -59,6 +59,7 @@ def generate(
         )
     checked = check_prompts(model.config, caches, prompts, None, None, more=new)
     stops, device = set(model.config.eos_token_id if stop is None else stop), model.device
+    run = model if decode is None else decode
     logits = prefill(model, prompts, caches, chunk=chunk, mode=mode, forward=forward)
     lengths, tokens = [len(prompt.ids) for prompt in checked], [list[int]() for _ in prompts]
     live = [True] * len(prompts)
@@ -76,7 +77,7 @@ def generate(
         positions = [lengths[i] + step if live[i] else PAD_INDEX for i in range(len(prompts))]
         requests = [i if live[i] else PAD_INDEX for i in range(len(prompts))]
         inputs = [torch.tensor(values).to(device) for values in (chosen, positions, requests)]
-        logits = (decode or model)(*inputs, caches)
+        logits = run(*inputs, caches)
     return tokens
 
 

@@ -113,7 +113,7 @@ def prefill(
     tail = tail_length(model.config, mode)
     size = min(check_optional_size("chunk", chunk) or caches.max_step_tokens, caches.max_step_tokens)
     checked = check_prompts(model.config, caches, prompts, requests, starts)
-    run, device = forward or model, model.device
+    run, device = model if forward is None else forward, model.device
     logits = torch.empty(len(checked), model.config.vocab_size, device=device)
     for step in chunks_of(checked, size, tail):
         tokens = step.ids.to(device), step.positions.to(device), step.requests.to(device)
