@@ -141,7 +141,7 @@ class Attention(nn.Module):
     def _select(
         self, x: Tensor, latent: Tensor, step: Step, caches: V41Caches, selection: Selection | None
     ) -> Selection:
-        """Return the picks of this index source, from the keys of its own source of entries."""
+        """Return the picks of this index source, from the keys of the source that it reads."""
         formats, indexer = caches.format, self.indexer
         assert self.source is not None
         table = caches.entry_tables[self.ratio]

@@ -54,7 +54,7 @@ def load(
         quantize_input: round inputs of quantised weights to mxfp8, as DeepSeek's own kernels do.
         token_map: int32 `[vocab_size]`, compressed ids of tokens (None = from the folder's tokenizer).
 
-    Raises, before anything is allocated: E209 for a folder that is incomplete or damaged, E205 for another model, E207
+    Raises, before anything is allocated: E209 for a folder that is incomplete or damaged, E205 for other models, E207
     for tensors that do not fit the configuration, E210 if the weights do not fit into the device's memory.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -98,10 +98,10 @@ def _placed(checkpoint: Checkpoint) -> V41Placement:
 
 
 def _raise_first(checkpoint: Checkpoint, *groups: Problems) -> None:
-    kept = [problem for group in groups for problem in group.kept]
-    if not kept:
+    problems = [problem for group in groups for problem in group.kept]
+    if not problems:
         return
-    first, count = kept[0], sum(group.count for group in groups)
+    first, count = problems[0], sum(group.count for group in groups)
     if count > 1:
         more = f"{first.why or 'the headers say so'}; {count - 1} more: dsv4 doctor {checkpoint.folder}"
         first = error(first.code, got=first.got, why=more, fix=first.fix)
@@ -143,40 +143,40 @@ def _fill(model: V41Model, placement: V41Placement, checkpoint: Checkpoint, devi
     parameters = dict(model.named_parameters())
     direct: list[Piece] = []
     changed: list[Found] = []
-    for each in placement.found:
-        expected = each.expected
+    for tensor in placement.matched:
+        expected = tensor.expected
         expert: Index = () if expected.expert is None else (expected.expert,)
         into = expert if expected.rows is None else (*expert, slice(*expected.rows))
         quantised = expected.storage not in (BF16, F32)
         if quantised and expected.parameter_scale not in parameters:
-            changed.append(each)
+            changed.append(tensor)
             continue
-        direct.append(Piece(each.weight, expected.parameter, into))
-        if each.scale is not None:
+        direct.append(Piece(tensor.weight, expected.parameter, into))
+        if tensor.scale is not None:
             scale_into = into
             if expected.rows is not None and expected.storage == E4M3:
                 scale_into = (*expert, slice(*(row // MX_TILE for row in expected.rows)))
-            direct.append(Piece(each.scale, expected.parameter_scale, scale_into))
+            direct.append(Piece(tensor.scale, expected.parameter_scale, scale_into))
     fill(Placement(model, pieces=direct), checkpoint.sources, device)
     for name, parameter in parameters.items():
         if parameter.dtype is torch.float8_e8m0fnu:
             check_scales(parameter.view(torch.uint8), name)
     with ExitStack() as files:
         readers = {source.file: files.enter_context(Reader(source)) for source in _sources(changed, checkpoint)}
-        for each in changed:
-            _fill_dequantised(parameters[each.expected.parameter], each, readers, device)
+        for tensor in changed:
+            _fill_dequantised(parameters[tensor.expected.parameter], tensor, readers, device)
 
 
 def _sources(changed: list[Found], checkpoint: Checkpoint) -> list[Source]:
     """Return the files that hold weights and scales of `changed`, each once."""
-    stored = (tensor for each in changed for tensor in (each.weight, each.scale) if tensor is not None)
-    return [checkpoint.sources[file] for file in sorted({tensor.file for tensor in stored})]
+    stored = (weight for tensor in changed for weight in (tensor.weight, tensor.scale) if weight is not None)
+    return [checkpoint.sources[file] for file in sorted({weight.file for weight in stored})]
 
 
-def _fill_dequantised(parameter: Tensor, each: Found, readers: dict[Path, Reader], device: torch.device) -> None:
-    expected, scale = each.expected, each.scale
+def _fill_dequantised(parameter: Tensor, tensor: Found, readers: dict[Path, Reader], device: torch.device) -> None:
+    expected, scale = tensor.expected, tensor.scale
     assert scale is not None
-    values = readers[each.weight.file].read(each.weight).to(device)
+    values = readers[tensor.weight.file].read(tensor.weight).to(device)
     bytes_ = readers[scale.file].read(scale).to(device)
     check_scales(bytes_, str(scale))
     target = parameter.detach() if expected.expert is None else parameter.detach()[expected.expert]

@@ -29,11 +29,11 @@ def primes(config: V41Config, layer: int) -> tuple[int, ...]:
 
     index = config.engram_layers.index(layer)
     count, value = (config.engram_order - 1) * config.engram_heads, config.engram_vocab_size - 1
-    found = []
+    values = []
     for _ in range((index + 1) * count):
         value = int(sympy.nextprime(value))
-        found.append(value)
-    mine = tuple(found[index * count :])
+        values.append(value)
+    mine = tuple(values[index * count :])
     rows = config.engram_rows[index]
     got = f"an engram of {rows} rows in layer {layer}"
     check(sum(mine) == rows, "E205", got=got, why=f"its {count} primes from {mine[0]} on have {sum(mine)}")

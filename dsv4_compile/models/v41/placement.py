@@ -34,7 +34,7 @@ class V41Placement:
     """Tensors of the text model, those that are left out, and all that does not fit as errors not yet raised."""
 
     config: V41Config
-    found: list[Found] = field(default_factory=list)
+    matched: list[Found] = field(default_factory=list)
     vision: list[Stored] = field(default_factory=list)
     drafts: list[Stored] = field(default_factory=list)
     problems: Problems = field(default_factory=Problems)
@@ -42,7 +42,9 @@ class V41Placement:
     @property
     def nbytes(self) -> int:
         """Bytes of the text model as it is stored."""
-        return sum(stored.nbytes for each in self.found for stored in (each.weight, each.scale) if stored is not None)
+        return sum(
+            stored.nbytes for tensor in self.matched for stored in (tensor.weight, tensor.scale) if stored is not None
+        )
 
 
 def place(checkpoint: Checkpoint) -> V41Placement:
@@ -64,7 +66,7 @@ def place(checkpoint: Checkpoint) -> V41Placement:
                 "E207", got=f"no tensor {expected.weight}", why=f"{expected.storage} {expected.shape}"
             )
         elif _fits(placement.problems, expected, weight, scale):
-            placement.found.append(Found(expected, weight, scale))
+            placement.matched.append(Found(expected, weight, scale))
     for name, stored in left.items():
         if SKIPPED.match(name):
             placement.vision.append(stored)
@@ -112,7 +114,7 @@ def _fits(problems: Problems, expected: Expected, weight: Stored, scale: Stored 
     return True
 
 
-def stored_kinds(found: Iterable[Found]) -> Mapping[str, int]:
+def stored_kinds(matched: Iterable[Found]) -> Mapping[str, int]:
     """Return the bytes of each kind of weight, largest first."""
     kinds = {
         "engram": r"\.engram\.",
@@ -122,8 +124,8 @@ def stored_kinds(found: Iterable[Found]) -> Mapping[str, int]:
         "embedding, head": r"^(embed|head)$",
     }
     sizes: dict[str, int] = {}
-    for each in found:
-        name = next((kind for kind, pattern in kinds.items() if re.search(pattern, each.expected.name)), "others")
-        size = each.weight.nbytes + (0 if each.scale is None else each.scale.nbytes)
+    for tensor in matched:
+        name = next((kind for kind, pattern in kinds.items() if re.search(pattern, tensor.expected.name)), "others")
+        size = tensor.weight.nbytes + (0 if tensor.scale is None else tensor.scale.nbytes)
         sizes[name] = sizes.get(name, 0) + size
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))

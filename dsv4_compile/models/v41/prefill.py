@@ -2,7 +2,7 @@
 
 Later tokens need nothing of these layers but their windows, so a prompt runs them on its last tokens:
 
-| mode | tokens of layers after the last source | logits of the last token, and what follows |
+| mode | tokens of layers after the last source | logits of the last token, and later tokens |
 |---|---|---|
 | full | all | exact |
 | tail | the last `exact_tail`, 2,414 in V4.1-Flash | exact |
@@ -65,8 +65,8 @@ def chunks_of(prompts: Sequence[Prompt], chunk: int, tail: int | None) -> Iterat
     """Yield steps with up to `chunk` tokens of each prompt."""
     steps = max((-(-len(prompt.ids) // chunk) for prompt in prompts), default=0)
     for number in range(steps):
-        ids, positions, requests, kept, first, ends, rows = [], [], [], [], [], [], 0
-        for place, prompt in enumerate(prompts):
+        ids, positions, requests, tail_rows, first, ends, rows = [], [], [], [], [], [], 0
+        for number_of_prompt, prompt in enumerate(prompts):
             piece = prompt.ids[number * chunk : (number + 1) * chunk]
             if not len(piece):
                 continue
@@ -76,13 +76,13 @@ def chunks_of(prompts: Sequence[Prompt], chunk: int, tail: int | None) -> Iterat
             ids.append(piece)
             positions.append(at)
             requests.append(torch.full((len(piece),), prompt.request))
-            kept.append((at >= begin).nonzero()[:, 0] + rows)
+            tail_rows.append((at >= begin).nonzero()[:, 0] + rows)
             # Rows before this prompt's tail are missing, those of an earlier turn are there.
-            first.append(torch.full((len(kept[-1]),), begin if begin > prompt.start else 0))
+            first.append(torch.full((len(tail_rows[-1]),), begin if begin > prompt.start else 0))
             rows += len(piece)
             if (number + 1) * chunk >= len(prompt.ids):
-                ends.append((place, sum(map(len, kept)) - 1))
-        on_tail = None if tail is None else Tail(torch.cat(kept), torch.cat(first))
+                ends.append((number_of_prompt, sum(map(len, tail_rows)) - 1))
+        on_tail = None if tail is None else Tail(torch.cat(tail_rows), torch.cat(first))
         yield Chunk(torch.cat(ids), torch.cat(positions), torch.cat(requests), on_tail, ends)
 
 
@@ -123,8 +123,8 @@ def prefill(
         on_device = None if step.tail is None else Tail(step.tail.rows.to(device), step.tail.first.to(device))
         last = torch.tensor([row for _, row in step.ends], dtype=torch.int64).to(device)
         result = run(*tokens, caches, tail=on_device, last=last)
-        for place, (index, _) in enumerate(step.ends):
-            logits[index] = result[place]
+        for row, (index, _) in enumerate(step.ends):
+            logits[index] = result[row]
     return logits
 
 

@@ -27,7 +27,7 @@ def folder_rows(checkpoint: Checkpoint) -> tuple[list[tuple[str, str, str, str]]
     experts = f"{config.num_experts} experts, {config.experts_per_token} a token"
     engrams = ", ".join(map(str, config.engram_layers))
     rows.append(_row("layers", f"{config.num_layers} ({counts}); engrams at {engrams}; {experts}"))
-    rows += [_row(kind, _gigabytes(size)) for kind, size in stored_kinds(placement.found).items()]
+    rows += [_row(kind, _gigabytes(size)) for kind, size in stored_kinds(placement.matched).items()]
     rows += _left_out(placement)
     caches = V41Caches(config, max_batch_size=BATCH, max_seq_len=TOKENS, max_step_tokens=512, device="meta").nbytes
     memory = f"{_gigabytes(placement.nbytes)} of weights, {_gigabytes(caches)} of caches for {BATCH} x {TOKENS}"

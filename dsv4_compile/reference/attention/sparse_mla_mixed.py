@@ -52,7 +52,7 @@ def sparse_mla_mixed(a: MixedArguments) -> Tensor:
         parts = [_keys(a.window, a.window_format, a.window_block_size, a.window_slots[rows], a.q.shape[2])]
         if a.entries is not None and a.entry_slots is not None:
             parts.append(_keys(a.entries, a.entry_format, a.entry_block_size, a.entry_slots[rows], a.q.shape[2]))
-        keys, valid = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        keys, valid = (torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
         out[rows] = attend(a.q[rows], keys, valid, a.scale, a.sink)[0].to(a.q.dtype)
     return out
 

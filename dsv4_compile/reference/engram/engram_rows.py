@@ -48,8 +48,8 @@ def engram_rows(
     for back in range(1, orders):
         before = (row - back).clamp_min(0)
         in_step = (row >= back) & (requests[before] == requests) & (positions[before] == positions - back)
-        kept = history[request, (position - back) % size].long() if history.shape[0] else ids
-        other = torch.where(in_step, ids[before], kept)
+        noted = history[request, (position - back) % size].long() if history.shape[0] else ids
+        other = torch.where(in_step, ids[before], noted)
         reached = reached & (position >= back) & (other >= 0)
         term = term ^ (torch.where(reached, other, pad) * multipliers[back])
         hashes.append(term)

@@ -147,9 +147,9 @@ def _score_columns(
 ) -> tuple[Tensor, Tensor]:
     """Return scores and visibility `[n, J]` of `entries` `[J]` or `[n, J]`."""
     scores, visibility = [], []
-    for part in entries.split(ENTRIES_AT_A_TIME, dim=-1):
-        slots = paging.lookup_slots(a.block_table, requests, part, a.block_size)
-        seen = paging.valid_slots(slots, a.keys.shape[0], a.block_size) & (part < visible)
+    for columns in entries.split(ENTRIES_AT_A_TIME, dim=-1):
+        slots = paging.lookup_slots(a.block_table, requests, columns, a.block_size)
+        seen = paging.valid_slots(slots, a.keys.shape[0], a.block_size) & (columns < visible)
         keys = load_rows(a.keys, a.cache_format, a.block_size, torch.where(seen, slots, PAD_SLOT), q.shape[2])
         dots = torch.matmul(q, keys.transpose(-1, -2)).relu()
         scores.append(torch.matmul(weights[:, None], dots)[:, 0])

@@ -38,10 +38,10 @@ def run(model: V41Model, ids: Tensor, caches: V41Caches, chunks: list[int], requ
     """Logits of every token, in steps of these sizes."""
     logits, start = [], 0
     for size in chunks:
-        part = ids[start : start + size]
-        positions = torch.arange(start, start + len(part))
-        logits.append(model(part, positions, torch.full((len(part),), request), caches))
-        start += len(part)
+        piece = ids[start : start + size]
+        positions = torch.arange(start, start + len(piece))
+        logits.append(model(piece, positions, torch.full((len(piece),), request), caches))
+        start += len(piece)
     assert start == len(ids)
     return torch.cat(logits)
 
@@ -91,9 +91,9 @@ def test_caches_of_a_longer_request_leave_no_trace(worked: V41Model, ids: Tensor
 def test_rejected_drafts_leave_no_trace(worked: V41Model, ids: Tensor, full: Tensor) -> None:
     """Steps of six tokens, one to five of them kept, at even and odd positions."""
     caches, wrong = poison(caches_of(worked, step=16)), ids.flip(0)
-    start, kept = 16, [1, 3, 2, 5, 4]
+    start, counts = 16, [1, 3, 2, 5, 4]
     run(worked, ids[:start], caches, [start])
-    for count in kept:
+    for count in counts:
         tokens = torch.cat((ids[start : start + count], wrong[: 6 - count]))
         with torch.no_grad():
             logits = worked(tokens, torch.arange(start, start + 6), torch.zeros(6, dtype=torch.int64), caches)
@@ -187,13 +187,13 @@ def test_a_second_turn_continues_from_the_windows_of_the_first(worked: V41Model,
 
 def test_encoding_writes_what_a_step_of_all_layers_writes_up_to_the_last_source(worked: V41Model, ids: Tensor) -> None:
     """Later layers' windows stay as they are."""
-    whole, encoded = caches_of(worked), poison(caches_of(worked))
+    complete, encoded = caches_of(worked), poison(caches_of(worked))
     tokens = ids[:20], torch.arange(20), torch.zeros(20, dtype=torch.int64)
     with torch.no_grad():
-        worked(*tokens, whole)
+        worked(*tokens, complete)
         worked.encode(*tokens, encoded)
     last = worked.config.last_source
-    for got, want in zip(encoded.windows[: last + 1], whole.windows[: last + 1], strict=True):
+    for got, want in zip(encoded.windows[: last + 1], complete.windows[: last + 1], strict=True):
         close(got.view(-1, 64)[:20], want.view(-1, 64)[:20])
-    close(encoded.sources[last].entries.view(-1, 64)[:20], whole.sources[last].entries.view(-1, 64)[:20])
+    close(encoded.sources[last].entries.view(-1, 64)[:20], complete.sources[last].entries.view(-1, 64)[:20])
     assert all(bool(window.isnan().all()) for window in encoded.windows[last + 1 :])
