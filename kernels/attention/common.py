@@ -13,6 +13,7 @@ is too large for a bfloat16, and a second factor takes the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +128,18 @@ class DecodeCall(NamedTuple):
     kv_scale: Tensor | None = None
     fused: FusedParts = NOT_FUSED
     batch_invariant: bool = False
+
+    @property
+    def caches(self) -> tuple[PagedKeys, ...]:
+        """Every cache that the call attends, in the order of the kernels' parameters."""
+        return self.window, self.extra
+
+
+def key_arguments(call: DecodeCall, pages: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[int]]:
+    """Return tensors, strides of lengths, and slots of all caches of a call, as kernels take them with these pages."""
+    tensors = [x for keys, cache in zip(call.caches, pages, strict=True) for x in (cache, keys.indices, keys.lens)]
+    capacities = [cache.shape[0] * keys.block_size for keys, cache in zip(call.caches, pages, strict=True)]
+    return tensors, [keys.lens.stride(0) for keys in call.caches], capacities
 
 
 def decode_call(op: DecodeArguments | DecodeQuantArguments) -> DecodeCall:

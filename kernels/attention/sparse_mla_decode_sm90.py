@@ -37,7 +37,7 @@ from ..host.addresses import first_byte
 from ..host.gpu import Gpu
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_option, supports_pdl
-from .common import DecodeCall, Outputs, outputs_for
+from .common import DecodeCall, Outputs, key_arguments, outputs_for
 from .kv_load_sm90 import (
     KeyAddresses,
     KeyIndices,
@@ -455,7 +455,7 @@ def why_unsupported_sm90(call: DecodeCall) -> str:
     q, table, plain = call.q, call.fused.cos_sin_cache, call.cache_format == "plain"
     if call.cache_format not in ("fp8_ds_mla", "plain") or q.dtype is not torch.bfloat16:
         return f"it takes fp8_ds_mla or plain keys and bfloat16 queries, these are {call.cache_format} and {q.dtype}"
-    for keys in (call.window, call.extra):
+    for keys in call.caches:
         page, stride, offset = keys.block_size, keys.cache.stride(0) * keys.cache.itemsize, first_byte(keys.cache)
         if page & (page - 1):
             return f"pages have a power of two of tokens, these have {page}"
@@ -486,18 +486,19 @@ def launch_variant(
     variant: Variant, call: DecodeCall, gpu: Gpu, splits: int, into: Outputs | None
 ) -> tuple[Tensor, Tensor]:
     """Run `call` with one of the decode kernels for sm_90."""
-    q, window, extra, fused = call.q, call.window, call.extra, call.fused
+    q, fused = call.q, call.fused
     into = into or outputs_for(q, fused)
     tokens, heads, head_dim = q.shape
     if tokens * heads == 0:
         return into.pair()
+    words = [keys.pages(call.cache_format).view(torch.int32) for keys in call.caches]
+    tensors, len_strides, capacities = key_arguments(call, words)
     # Invalid slots load the first key instead: rows of a cache without pages are empty.
-    widths = [keys.indices.shape[1] if keys.cache.shape[0] else 0 for keys in (window, extra)]
+    widths = [keys.indices.shape[1] if keys.cache.shape[0] else 0 for keys in call.caches]
     head_blocks = layout.cdiv(heads, variant.block_h)
     blocks = sum(layout.cdiv(width, variant.block_n) for width in widths)
     plan = split_plan(q.shape, head_blocks, blocks, variant.block_n, gpu, splits, call.batch_invariant, variant.float16)
     partials = new_partials(plan, heads, head_dim, q)
-    window_words, extra_words = (keys.pages(call.cache_format).view(torch.int32) for keys in (window, extra))
     positions, position_stride, table, table_strides, max_pos = fused.rope()
     for first in range(0, tokens, plan.tokens):
         end = min(tokens, first + plan.tokens)
@@ -507,12 +508,7 @@ def launch_variant(
             (math.prod(grid),) if variant.flat else grid,
             *(partials or into),
             q,
-            window_words,
-            window.indices,
-            window.lens,
-            extra_words,
-            extra.indices,
-            extra.lens,
+            *tensors,
             call.sink,
             positions,
             table,
@@ -525,23 +521,18 @@ def launch_variant(
             into.padded_tokens(),
             *into.strides(),
             into.lse_stride(),
-            q.stride(0),
-            q.stride(1),
-            window_words.stride(0) * 4 // PAGE_ALIGN,
-            extra_words.stride(0) * 4 // PAGE_ALIGN,
-            window.indices.stride(0),
-            extra.indices.stride(0),
-            window.lens.stride(0),
-            extra.lens.stride(0),
+            *q.stride()[:2],
+            *(cache.stride(0) * 4 // PAGE_ALIGN for cache in words),
+            *(keys.indices.stride(0) for keys in call.caches),
+            *len_strides,
             position_stride,
             table_strides[0],
             max_pos,
             *widths,
-            window_words.shape[0] * window.block_size,
-            extra_words.shape[0] * extra.block_size,
+            *capacities,
             H=heads,
-            WINDOW_LOG_PAGE=window.block_size.bit_length() - 1,
-            EXTRA_LOG_PAGE=extra.block_size.bit_length() - 1,
+            WINDOW_LOG_PAGE=call.window.block_size.bit_length() - 1,
+            EXTRA_LOG_PAGE=call.extra.block_size.bit_length() - 1,
             **variant.constants,
             PLAIN=call.cache_format == "plain",
             EPILOGUE=fused.epilogue(split=partials is not None),

@@ -383,7 +383,7 @@ def choose_tiling(tokens: int, heads: int, keys: int) -> Tiling | None:
 def why_unsupported(call: DecodeCall) -> str:
     """Return why this kernel does not support a call that the Triton kernel supports, "" if it does."""
     tokens, heads, _ = call.q.shape
-    keys = call.window.indices.shape[1] + call.extra.indices.shape[1]
+    keys = sum(cache.indices.shape[1] for cache in call.caches)
     if heads < MIN_HEADS:
         return f"it takes {MIN_HEADS} heads or more, these are {heads}"
     if choose_tiling(tokens, heads, keys) is None:
@@ -401,7 +401,7 @@ def launch(
     `splits` and `tiling` overrule `split_count` and `choose_tiling`.
     """
     tokens, heads, _ = call.q.shape
-    widths = call.window.indices.shape[1], call.extra.indices.shape[1]
+    widths = [keys.indices.shape[1] for keys in call.caches]
     block_h, block_n, warps, late, one_block = tiling or choose_tiling(tokens, heads, sum(widths)) or ONE_BLOCK[1]
     blocks = sum(cdiv(width, block_n) for width in widths)
     splits = splits or split_count(max(1, tokens * cdiv(heads, block_h)), blocks, gpu)

@@ -32,6 +32,7 @@ from .common import (
     Rope,
     decode_keys,
     fetch_keys,
+    key_arguments,
     load_queries,
     new_outputs,
     operand_dtype,
@@ -334,7 +335,7 @@ class DecodePlan(NamedTuple):
 def problem_of(call: DecodeCall) -> Problem:
     """Return the sizes and formats of a call."""
     _, heads, head_dim = call.q.shape
-    widths = call.window.indices.shape[1], call.extra.indices.shape[1]
+    widths = tuple(keys.indices.shape[1] for keys in call.caches)
     dtype = operand_dtype(call.q, call.window.pages(call.cache_format), call.cache_format)
     return Problem(heads, head_dim, widths, dtype, call.batch_invariant)
 
@@ -366,12 +367,13 @@ def launch(
 
     `splits` and `tiles` overrule the plan.
     """
-    q, window, extra, fused = call.q, call.window, call.extra, call.fused
+    q, fused = call.q, call.fused
     tokens, heads, head_dim = q.shape
     into = into or outputs_for(q, fused)
     if tokens * heads == 0:
         return into.pair()
-    window_cache, extra_cache = window.pages(call.cache_format), extra.pages(call.cache_format)
+    pages = [keys.pages(call.cache_format) for keys in call.caches]
+    tensors, len_strides, capacities = key_arguments(call, pages)
     problem = problem_of(call)
     tiles, _, split, pdl = planned = plan(problem, tokens, gpu, splits, tiles)
     partials = new_partials(split, heads, head_dim, q)
@@ -383,12 +385,7 @@ def launch(
             planned.grid(end - first),
             *(partials or into),
             q.view(torch.uint8) if q.element_size() == 1 else q,
-            window_cache,
-            window.indices,
-            window.lens,
-            extra_cache,
-            extra.indices,
-            extra.lens,
+            *tensors,
             call.sink,
             call.kv_scale,
             positions,
@@ -403,24 +400,20 @@ def launch(
             into.strides(),
             into.lse_stride(),
             q.stride(),
-            (*window_cache.stride(), 0, 0)[:3],
-            (*extra_cache.stride(), 0, 0)[:3],
-            window.indices.stride(),
-            extra.indices.stride(),
-            window.lens.stride(0),
-            extra.lens.stride(0),
+            *((*cache.stride(), 0, 0)[:3] for cache in pages),  # pages of bytes have two dims, pages of rows three
+            *(keys.indices.stride() for keys in call.caches),
+            *len_strides,
             0 if call.sink is None else call.sink.stride(0),
             position_stride,
             table_strides,
             max_pos,
             *problem.widths,
-            window_cache.shape[0] * window.block_size,
-            extra_cache.shape[0] * extra.block_size,
+            *capacities,
             H=heads,
             D=head_dim,
             FORMAT=call.cache_format,
-            WINDOW_PAGE=window.block_size,
-            EXTRA_PAGE=extra.block_size,
+            WINDOW_PAGE=call.window.block_size,
+            EXTRA_PAGE=call.extra.block_size,
             DTYPE=DTYPES[problem.dtype],
             ROUND=DTYPES[output_dtype(q)],
             BLOCK_H=tiles.block_h,
