@@ -41,7 +41,11 @@ def key_of(args: tuple[Any, ...]) -> Key:
         [
             (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGN, x.get_device())
             if isinstance(x, Tensor)
-            else (key_of(x) if type(x) is list else x)
+            else x
+            if type(x) is not list
+            else key_of(x)
+            if x and isinstance(x[0], Tensor)
+            else tuple(x)
             for x in args
         ]
     )

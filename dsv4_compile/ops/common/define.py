@@ -58,8 +58,10 @@ def for_tensors(name: str, check: Callable[..., None] | None) -> Callable[..., N
                     first = device
                 elif device != first:
                     _refuse_tensors(name, args, kwargs)
-            elif type(value) in LISTS and any(x.device != first for x in tensors_in((value,))):
-                _refuse_tensors(name, args, kwargs)
+            elif type(value) in LISTS and value and isinstance(value[0], torch.Tensor):
+                for x in value:
+                    if x.device != first:
+                        _refuse_tensors(name, args, kwargs)
         if check is not None:
             try:
                 check(*args, **kwargs)

@@ -18,6 +18,8 @@ def compressed_slots(positions: Tensor, requests: Tensor, block_table: Tensor, b
         positions: int64 `[T]`, negative for padding; requests: int `[T]`; block_table: int32 `[R, B]`.
         block_size: entries of a page.
     """
+    if ratio == 1:
+        return lookup_slots(block_table, requests, positions, block_size)
     completes = (positions >= 0) & ((positions + 1) % ratio == 0)
     return lookup_slots(block_table, requests, torch.where(completes, positions // ratio, PAD_INDEX), block_size)
 
