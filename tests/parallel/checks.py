@@ -312,6 +312,14 @@ def an_opaque_all_reduce_without_a_buffer_is_that_of_the_backend(mesh: Any) -> N
         assert float(want[0, 0]) == 2.0
 
 
+def a_batch_invariant_sum_is_in_the_order_of_the_ranks(mesh: Any) -> None:
+    ranks, options = Ranks.of(mesh), {"dsv4.batch_invariant": "tokens", "dsv4.impl": "eager"}
+    x = [torch.randn(65, 33, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(mesh.size())]
+    want = functools.reduce(torch.add, [part.float() for part in x]).bfloat16()
+    compiled = torch.compile(lambda x: all_reduce(x, ranks), fullgraph=True, backend="dsv4", options=options)
+    assert torch.equal(compiled(x[ranks.rank]), want)
+
+
 def a_boundary_adds_up_the_parts_of_all_ranks(mesh: Any) -> None:
     ranks = replace(Ranks.of(mesh), symmetric=True)
     streams, summand, *rest = arguments("mhc_boundary", 3, 64)

@@ -41,7 +41,11 @@ ON_TWO = (
     checks.compiled_graphs_neither_break_nor_recompile,
     serving_checks.rank_0_dies_in_a_step_and_the_others_say_so,
 )
-ON_FOUR = (*EVERYWHERE, checks.a_rank_that_dies_ends_the_others_with_its_name)
+ON_FOUR = (
+    *EVERYWHERE,
+    checks.a_batch_invariant_sum_is_in_the_order_of_the_ranks,
+    checks.a_rank_that_dies_ends_the_others_with_its_name,
+)
 
 
 @pytest.fixture(scope="module")
