@@ -7,7 +7,7 @@ constants and pointers, and results. Calls that run other ops of torch than view
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ Fill = Callable[[list[int]], Any]
 """Computes an argument of a kernel from the addresses of a call's tensors."""
 
 
-def key_of(args: tuple[Any, ...]) -> Key:
+def key_of(args: Sequence[Any]) -> Key:
     """Return all that a launcher may look at; an op's schema fixes the types."""
     return tuple(
         [

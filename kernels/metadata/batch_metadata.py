@@ -221,7 +221,8 @@ def batch_metadata(op: BatchMetadataArguments) -> None:
     places = places_of(op)
     assert places is not None
     tables, slots = dict(zip(places, op.block_tables, strict=True)), dict(zip(places, op.slots, strict=True))
-    lists = {places[group]: pair for group, *pair in zip(op.listed, op.indices, op.lens, strict=True)}
+    lists = {places[group]: pair for group, pair in zip(op.listed, zip(op.indices, op.lens, strict=True), strict=True)}
+    window, entries = (lists.get(place, (positions, positions)) for place in (WINDOW.value, C128.value))
     visible = dict(zip(op.ratios, op.context_lens, strict=True))
     index_rows = [lists[place][0] if place in lists else None for place in (WINDOW.value, C128.value)]
     widths = [0 if indices is None else indices.shape[1] for indices in index_rows]
@@ -229,8 +230,8 @@ def batch_metadata(op: BatchMetadataArguments) -> None:
     # The kernel neither reads nor writes what a call lacks: any tensor stands for it.
     some = [tables.get(place, positions[:, None]) for place in range(len(PLACES))]
     pages = [(group.page_rows, group.row_tokens) for group in PLACES]
-    for place, *page in zip(places, op.page_rows, op.row_tokens, strict=True):
-        pages[place] = tuple(page)
+    for place, page_rows, row_tokens in zip(places, op.page_rows, op.row_tokens, strict=True):
+        pages[place] = page_rows, row_tokens
     launch_kernel(
         batch_metadata_kernel,
         (rows, 1 + cdiv(widths[1], piece)),
@@ -239,8 +240,10 @@ def batch_metadata(op: BatchMetadataArguments) -> None:
             op.token_to_req,
             op.is_valid_token,
             tuple(slots.get(place, positions) for place in range(len(PLACES))),
-            *lists.get(WINDOW.value, (positions, positions)),
-            *lists.get(C128.value, (positions, positions)),
+            window[0],
+            window[1],
+            entries[0],
+            entries[1],
             visible.get(CSA_RATIO, positions),
             visible.get(HCA_RATIO, positions),
         ),
