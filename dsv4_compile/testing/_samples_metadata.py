@@ -23,7 +23,7 @@ def batch_metadata(s: Step) -> list[Args]:
     for names, ratios, slot_mapping in (
         (tuple(GROUPS), RATIOS, None),
         (("window", "entries_128"), (), slots),
-        (("entries_4", "states_4"), RATIOS, slots[:6]),
+        (("entries_4", "states_4"), (), slots[:6]),
     ):
         groups = [GROUPS[name] for name in names]
         tables = {group: s.table(group.page_rows, group.row_tokens) for group in groups}

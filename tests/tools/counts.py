@@ -37,10 +37,12 @@ def python_files(root: Path) -> list[Path]:
 
 
 def ops(root: Path) -> dict[str, str]:
-    """Return "family/stem" of every op by name: the names that `define` is called with in ops/."""
+    """Return "family/stem" of every op by name: the names, or constants, that `define` is called with in ops/."""
     homes = {}
     for path in sorted((root / "dsv4_compile" / "ops").glob("*/*.py")):
-        names = re.findall(r'\bdefine\(\s*"(\w+)"', path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        constants = dict(re.findall(r'(?m)^(\w+) = "(\w+)"$', text))
+        names = [constants.get(name, name) for name in re.findall(r'(?m)^\w+ = define\(\s*"?(\w+)', text)]
         homes |= dict.fromkeys(names, f"{path.parent.name}/{path.stem}")
     return homes
 

@@ -71,7 +71,7 @@ def test_a_call_that_the_kernel_supports_is_launched_without_a_warning(monkeypat
             launched.append(args[0].shape[-1])
             return args[0].clone()
 
-    monkeypatch.setattr(kernels, "launch_cache", lambda op: Cache())
+    monkeypatch.setattr(kernels, "launch_cache", lambda op, invariant: Cache())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call("triton", 16)
