@@ -30,11 +30,15 @@ SAMPLE = ("tests/backend/test_fuse_compressors.py", "tests/ops/common/test_quant
 """Files that `make test` runs at each level: fused against unfused, and quantised bytes."""
 FILES = (
     *SAMPLE,
+    "tests/backend/test_batch_invariant.py",
     "tests/backend/test_fuse_attention.py",
     "tests/backend/test_fuse_indexer.py",
     "tests/backend/test_fuse_latent.py",
     "tests/backend/test_fuse_output.py",
+    "tests/hf/test_batch_invariant.py",
     "tests/lowering/test_calls_on_cpu.py",
+    "tests/models/v41/test_invariants.py",
+    "tests/models/v41/test_worked.py",
     "tests/modules/test_side_stream.py",
     "tests/modules/test_stacked.py",
     "tests/ops/attention/test_inv_rope.py",
@@ -50,6 +54,7 @@ FILES = (
     "tests/ops/preprocess/test_fused_q_kv_rmsnorm.py",
     "tests/ops/preprocess/test_preprocess_insert.py",
     "tests/ops/preprocess/test_q_norm_rope_kv_insert.py",
+    "tests/testing/test_batch_invariant.py",
 )
 """Files that compare bits of results of two paths, each within the minutes that a level may take."""
 
