@@ -173,7 +173,13 @@ def _replace_bmm(graph: Graph, node: Any, level: str) -> None:
     x, weight = node.args[:2]
     if len(node.args) > 2 or node.kwargs:
         _refuse(node, "its result has another dtype than its operands")
-    count = x.meta["val"].shape[0]
+    count, matrix = x.meta["val"].shape[0], _expanded_matrix(weight)
+    if matrix is not None:  # a linear layer of rows that do not lie next to each other
+        sizes = [_size(graph, x, 0), _size(graph, x, 1), _size(graph, matrix, 1)]
+        rows = _call(graph, aten.reshape.default, x, [-1, _size(graph, x, 2)])
+        product = _mm(graph, rows, matrix, level)
+        _replace(graph, node, _call(graph, aten.reshape.default, product, sizes))
+        return
     if not isinstance(count, int):
         _refuse(node, "a GEMM for each token has a size of its own")
     parts = [
@@ -182,6 +188,20 @@ def _replace_bmm(graph: Graph, node: Any, level: str) -> None:
     ]
     lifted = [_call(graph, aten.unsqueeze.default, product, 0) for product in parts]
     _replace(graph, node, _call(graph, aten.cat.default, lifted, 0))
+
+
+def _expanded_matrix(node: Any) -> Any:
+    """Return the matrix `[K, N]` that a batch of matrices repeats, None if it has different ones."""
+    shape = node.meta["val"].shape
+    while _name(node) in ("view", "reshape", "_unsafe_view") and node.args[0].meta["val"].shape == shape:
+        node = node.args[0]
+    source = node.args[0] if _name(node) == "expand" else None
+    return source if source is not None and source.meta["val"].dim() == 2 else None
+
+
+def _size(graph: Graph, x: Any, dim: int) -> Any:
+    known = x.meta["val"].shape[dim]
+    return known if isinstance(known, int) else _call(graph, aten.sym_size.int, x, dim)
 
 
 def _replace_sum(graph: Graph, node: Any, level: str) -> None:
@@ -194,13 +214,9 @@ def _replace_sum(graph: Graph, node: Any, level: str) -> None:
     if not rest:
         _refuse(node, "it sums over all elements")
 
-    def size(dim: int) -> Any:
-        known = value.shape[dim]
-        return known if isinstance(known, int) else _call(graph, aten.sym_size.int, x, dim)
-
-    length = size(dims[0])
+    length = _size(graph, x, dims[0])
     for dim in dims[1:]:
-        more = size(dim)
+        more = _size(graph, x, dim)
         both = isinstance(length, int) and isinstance(more, int)
         length = length * more if both else _call(graph, operator.mul, length, more)
     wide = _call(graph, _cast, x, torch.float32)
@@ -209,7 +225,7 @@ def _replace_sum(graph: Graph, node: Any, level: str) -> None:
     total = _mm(graph, flat, ones, level)
     if node.target is aten.mean.dim:
         total = _call(graph, aten.div.Tensor, total, length)
-    shape = [1 if dim in dims else size(dim) for dim in range(value.dim()) if keep or dim not in dims]
+    shape = [1 if dim in dims else _size(graph, x, dim) for dim in range(value.dim()) if keep or dim not in dims]
     shaped = _call(graph, aten.reshape.default, total, shape)
     _replace(graph, node, _call(graph, _cast, shaped, node.meta["val"].dtype))
 

@@ -146,3 +146,12 @@ def test_explain_lists_launches_that_are_not_invariant_and_why() -> None:
     reported = report(lambda x, *args: (x @ weight, torch.ops.dsv4.fused_q_kv_rmsnorm(*args, 1e-6)[0]), "tokens")
     assert reported.ok and reported.dependent == [] and "batch-invariant" in reported.decisions[0].reason
     assert "E303" in report(layer, "tokens").failure.message
+
+
+def test_a_linear_layer_of_the_last_tokens_is_a_gemm_of_rows() -> None:
+    """Rows that do not lie next to each other, of a batch of any size: torch repeats the weight for each sequence."""
+    hidden, weight = torch.randn(5, 4, 24), torch.randn(8, 24)
+    call: Any = compiled(lambda x: torch.nn.functional.linear(x[:, -2:], weight), dynamic=True, **CALLS)
+    whole = call(hidden)
+    assert torch.equal(whole[1:4], call(hidden[1:4].clone()))
+    torch.testing.assert_close(whole, torch.nn.functional.linear(hidden[:, -2:], weight))
