@@ -57,12 +57,18 @@ def weight(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> tup
     return packed, scales
 
 
+def routes(model: Experts, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return the ids int32 and weights float32 `[T, K]` of uniform routing."""
+    device = generator.device
+    ids = torch.rand(tokens, model.experts, device=device, generator=generator).argsort(1)[:, : model.top_k].int()
+    return ids.contiguous(), torch.rand(tokens, model.top_k, device=device, generator=generator)
+
+
 def arguments(model: Experts, kind: str, shared: str, tokens: int, device: torch.device, seed: int) -> Args:
     """Return the arguments of `moe_experts`; random bytes are weights in either order."""
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(tokens, model.hidden, device=device, generator=generator).bfloat16()
-    ids = torch.rand(tokens, model.experts, device=device, generator=generator).argsort(1)[:, : model.top_k].int()
-    weights = torch.rand(tokens, model.top_k, device=device, generator=generator)
+    ids, weights = routes(model, tokens, generator)
     form = "mxfp4" if kind == "interleaved" else kind
     w13, w13_scale = weight(form, (model.experts, 2 * model.inner, model.hidden), generator)
     w2, w2_scale = weight(form, (model.experts, model.hidden, model.inner), generator)
@@ -71,7 +77,7 @@ def arguments(model: Experts, kind: str, shared: str, tokens: int, device: torch
         one, one_scale = weight(shared, (2 * model.inner, model.hidden), generator)
         two, two_scale = weight(shared, (model.hidden, model.inner), generator)
         both = [one, two, one_scale, two_scale]
-    return x, ids.contiguous(), weights, w13, w2, w13_scale, w2_scale, *both, 10.0, 0, kind == "interleaved"
+    return x, ids, weights, w13, w2, w13_scale, w2_scale, *both, 10.0, 0, kind == "interleaved"
 
 
 def cost(model: Experts, kind: str, shared: str, tokens: int) -> costs.Cost:

@@ -17,7 +17,7 @@ from .invariant_rows import Args, check_rows
 
 
 class InvarianceReport(NamedTuple):
-    """What was compared without a difference.
+    """Rows of a target that were compared without a difference.
 
     Attributes:
         target: name of the op, or class of the model.

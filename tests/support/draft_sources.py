@@ -68,17 +68,18 @@ class Forced(Source):
 class Known(Source):
     """Drafts of texts by length and last token, some of them wrong."""
 
-    def __init__(self, texts: list[list[int]]) -> None:
-        super().__init__()
-        self.table = torch.zeros(256, self.vocab, self.num_drafts, dtype=torch.int64)
+    def __init__(self, texts: list[list[int]], vocab: int = 512, device: str = "cpu") -> None:
+        super().__init__(vocab=vocab)
+        table = torch.zeros(256, vocab, self.num_drafts, dtype=torch.int64)
         for text in texts:
             for length in range(1, len(text)):
                 following = text[length + 1 : length + 1 + self.num_drafts]
-                self.table[length, text[length], : len(following)] = torch.tensor(following)
+                table[length, text[length], : len(following)] = torch.tensor(following)
+        self.table = table.to(device)
 
     def drafts(self, anchors: Tensor, lengths: Tensor) -> Tensor:
         right = self.table[lengths.clamp(max=255), anchors.clamp(min=0)]
-        column = torch.arange(self.num_drafts)
+        column = torch.arange(self.num_drafts, device=lengths.device)
         return torch.where(column < (lengths * 5 % 6)[:, None], right, (right + 1) % self.vocab)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from dsv4_compile.bench import experts
 from dsv4_compile.bench.record import environment, write_json
-from dsv4_compile.bench.timing import copy_rate
+from dsv4_compile.bench.timing import copy_rate, replay_us
 from dsv4_compile.kernels.moe import moe_experts as portable
 from dsv4_compile.kernels.moe import moe_experts_sm90 as sm90
 from dsv4_compile.ops.common.kernels import launcher
@@ -44,15 +44,7 @@ def timed(sets: Sequence[Any], form: str) -> float:
             for args in sets:
                 call(*args)
     portable.plan.cache_clear()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(sets))
-    return statistics.median(times)
+    return statistics.median(replay_us(graph) for _ in range(REPLAYS)) / len(sets)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = experts.MODELS["Flash"]._replace(inner=inner)
         layers = [experts.arguments(model, "mxfp4", "e4m3", 32, device, seed) for seed in (0, 1)]
         for tokens in map(int, args.tokens.split(",")):
-            routes = [experts_ids(model, tokens, seed) for seed in range(CALLS)]
+            generator = torch.Generator(device).manual_seed(tokens)
+            routes = [experts.routes(model, tokens, generator) for _ in range(CALLS)]
             sets = [
                 (layers[i % 2][0][:tokens], ids, weights, *layers[i % 2][3:]) for i, (ids, weights) in enumerate(routes)
             ]
@@ -83,14 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out and not args.build:
         write_json(contents, args.out)
     return 0
-
-
-def experts_ids(model: experts.Experts, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids and weights of uniform routing."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    scores = torch.rand(tokens, model.experts, device="cuda", generator=generator)
-    ids = scores.argsort(1)[:, : model.top_k].int().contiguous()
-    return ids, torch.rand(tokens, model.top_k, device="cuda", generator=generator)
 
 
 if __name__ == "__main__":

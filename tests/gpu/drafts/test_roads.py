@@ -8,52 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4_compile import hf
 from dsv4_compile.hf.tiny import FLASH, layers_in_turn, quiet_libraries, random_model, tiny_config, tiny_drafts
+from tests.support.draft_sources import Known
 
 VOCAB, MAX_SEQ_LEN = 4096, 1024
-
-
-class Known:
-    """Drafts from known texts, so many of them right at each length that all numbers occur.
-
-    Args:
-        texts: int64 `[256 lengths, vocabulary, 5]`: tokens after a text of that length which ends in that token.
-    """
-
-    taps = None
-    num_drafts = 5
-
-    def __init__(self, texts: Tensor) -> None:
-        self.texts = texts
-
-    @classmethod
-    def of(cls, sequences: list[list[int]]) -> Known:
-        """Return drafts from `sequences`, prompts with their texts."""
-        table = torch.zeros(256, VOCAB, cls.num_drafts, dtype=torch.int64)
-        for sequence in sequences:
-            for length in range(1, len(sequence)):
-                following = sequence[length + 1 : length + 1 + cls.num_drafts]
-                table[length, sequence[length], : len(following)] = torch.tensor(following)
-        return cls(table.cuda())
-
-    def new_caches(self, max_batch_size: int) -> None:
-        return None
-
-    def adopt(self) -> None:
-        return None
-
-    def inject(self, *args: Any, **options: Any) -> None:
-        return None
-
-    def propose(self, anchors: Tensor, lengths: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
-        lengths = lengths.long()
-        right = self.texts[lengths.clamp(max=255), anchors.clamp(min=0)]
-        columns = torch.arange(self.num_drafts, device=lengths.device)
-        drafts = torch.where(columns < (lengths * 5 % 6)[:, None], right, (right + 1) % VOCAB)
-        return torch.where((lengths > 0)[:, None], drafts, -1), None
 
 
 def converted(kind: str, compiled: bool) -> Any:
@@ -117,7 +77,7 @@ def test_generate(model: Any) -> None:
     assert model.draft_statistics is not None and model.draft_statistics.steps > 0
     for row in range(2):
         assert_same_text(model, ids[row].tolist(), got[row, 40:].tolist(), want[row, 40:].tolist())
-    model.__dict__["dsv4_drafts"] = Known.of(got.tolist())
+    model.__dict__["dsv4_drafts"] = Known(got.tolist(), VOCAB, "cuda")
     got = model.generate(ids, max_new_tokens=64, do_sample=False)
     assert model.draft_statistics.tokens_per_step > 1.5
     for row in range(2):
@@ -150,7 +110,7 @@ def test_running_batch(backend: str | None, model: Any) -> None:
     for _ in range(2):  # drafts of random layers, then of the text that these gave
         if submitted:
             known = [ids + request.tokens for (ids, _), request in zip(requests, submitted, strict=True)]
-            model.__dict__["dsv4_drafts"] = Known.of(known)
+            model.__dict__["dsv4_drafts"] = Known(known, VOCAB, "cuda")
         batch, submitted = texts()
         print(batch.statistics, batch.draft_statistics)
         for request, want, (ids, settings) in zip(submitted, wanted, requests, strict=True):

@@ -168,7 +168,7 @@ def test_a_source_owns_one_cache_that_the_layers_after_it_share(worked: V41Model
 
 
 def test_a_token_of_context_takes_890_bytes() -> None:
-    """Of the real model, whose layers share four sources; 3,200 in bfloat16."""
+    """The real model has four sources, which its layers share; in bfloat16 a token takes 3,200 bytes."""
     for formats, size in (
         (None, 890),
         (V41Format.plain(torch.bfloat16), 3200),
