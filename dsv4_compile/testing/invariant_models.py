@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,8 +13,9 @@ from torch import Tensor
 
 from ..errors import fail
 from ..hf.model.causal_lm import CompilableForCausalLM
+from ..hf.model.token_buckets import COMPILED_AS, CompiledAs
 from ..hf.serving.running_batch import RunningBatch
-from ..ops.common.invariance import watchers
+from ..ops.common.invariance import STEP, STEP_TOKENS, watchers
 
 PROMPTS = (1, 2, 5, 17, 33, 40, 64, 81)
 """Tokens of random requests."""
@@ -39,22 +42,26 @@ def check_model(
     """Compare the logits of all tokens of random batches with those of the same requests alone.
 
     A batch has random requests in random rows, and gets their tokens in random chunks, padded on the left, the last of
-    them one by one. Returns the number of tokens that were compared.
+    them one by one. A model that was compiled with "step" gets calls that this value makes a promise for. Returns the
+    number of tokens that were compared.
     """
+    compiled: CompiledAs | None = model.__dict__.get(COMPILED_AS)
+    at_step = compiled is not None and compiled.batch_invariant == STEP
     with torch.no_grad():
-        return _check_model(model, compositions, generator, prompts)
+        return _check_model(model, compositions, generator, prompts, STEP_TOKENS if at_step else sys.maxsize)
 
 
-def _check_model(model: Any, compositions: int, generator: torch.Generator, prompts: Any) -> int:
+def _check_model(model: Any, compositions: int, generator: torch.Generator, prompts: Any, most_tokens: int) -> int:
     cache = model.model.dsv4_cache.paged
-    device, most = model.model.dsv4_cache.seq_lens.device, cache.max_batch_size
-    requests = _requests(model, prompts, cache.max_seq_len, generator)
+    device, most = model.model.dsv4_cache.seq_lens.device, min(cache.max_batch_size, most_tokens)
+    requests = _requests(model, prompts, min(cache.max_seq_len, most_tokens), generator)
     alone = [model(request[None].to(device)).logits[0].clone() for request in requests]
     compared = 0
     for number in range(compositions):
-        size = 1 + int(torch.randint(most, (), generator=generator))
+        # Small batches are likelier, so that large ones, which take longest, are a part of all.
+        size = 1 + int(torch.randint(1 + int(torch.randint(most, (), generator=generator)), (), generator=generator))
         members = torch.randint(len(requests), (size,), generator=generator).tolist()
-        cuts = [_cuts(len(requests[i]), generator) for i in members]
+        cuts = [_cuts(len(requests[i]), generator, most_tokens // size) for i in members]
         state, begins = None, [0] * size
         for call in range(max(map(len, cuts))):
             ends = [ends_of_row[min(call, len(ends_of_row) - 1)] for ends_of_row in cuts]
@@ -87,14 +94,19 @@ def _requests(model: Any, prompts: Any, most: int, generator: torch.Generator) -
     return [torch.randint(vocabulary, (size,), generator=generator) for size in PROMPTS if size <= most]
 
 
-def _cuts(length: int, generator: torch.Generator) -> list[int]:
-    """Return the ends of the chunks of a request: up to two random ones, a rest, and steps of one token."""
+def _cuts(length: int, generator: torch.Generator, longest: int) -> list[int]:
+    """Return the ends of the chunks of a request: up to two random ones, a rest, and steps of one token.
+
+    No chunk has more than `longest` tokens.
+    """
     steps = int(torch.randint(min(length, 5), (), generator=generator))
     chunks = int(torch.randint(3, (), generator=generator))
     inner = torch.randint(1, max(2, length - steps), (chunks,), generator=generator).tolist()
-    return sorted({end for end in (*inner, length - steps) if 0 < end <= length - steps}) + [
-        length - steps + 1 + step for step in range(steps)
-    ]
+    chunked = sorted({end for end in (*inner, length - steps) if 0 < end <= length - steps})
+    ends = []
+    for begin, end in pairwise((0, *chunked)):
+        ends += [*range(begin + longest, end, longest), end]
+    return ends + [length - steps + 1 + step for step in range(steps)]
 
 
 @contextmanager

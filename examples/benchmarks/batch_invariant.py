@@ -1,8 +1,8 @@
 """Time a model of real dimensions with dsv4.batch_invariant off and on: python examples/benchmarks/batch_invariant.py
 
 A few layers of V4-Flash with random weights, in the official formats or in bfloat16. For each value of the option, in a
-separate process: ms of a decode step for each batch, captured on a GPU, ms of a prompt of 2,048 tokens, and with the
-option on the random compositions of `check_batch_invariant`: tokens that were compared bit for bit, and the first
+separate process: ms of a decode step for each batch, captured on a GPU, with its kernels, ms of a prompt of 2,048
+tokens, and with the option on the random compositions of `check_batch_invariant`: tokens that were compared bit for bit, and the first
 difference or "". On a CPU, --tiny tries the command.
 """
 
@@ -19,6 +19,7 @@ import torch
 from split_model import captures, configuration, seconds, split_model
 
 from dsv4_compile import hf
+from dsv4_compile.bench.nodes import by_name, nodes
 from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.hf.tiny import quiet_libraries, random_model
 from dsv4_compile.parallel.fake_group import fake_mesh
@@ -49,7 +50,7 @@ def times(model: Any, batches: list[int], prompt: int, device: torch.device) -> 
             call()
         return round(statistics.median(seconds(call, device) for _ in range(REPEATS)) / calls * 1e3, 3)
 
-    vocabulary, steps = model.config.vocab_size, {}
+    vocabulary, steps, kernels = model.config.vocab_size, {}, {}
     for batch in batches:
         ids = torch.randint(1, vocabulary, (batch, 32), device=device)
         state = model(ids).past_key_values
@@ -60,8 +61,11 @@ def times(model: Any, batches: list[int], prompt: int, device: torch.device) -> 
                 model(one, past_key_values=state)
 
         steps[str(batch)] = ms(consecutive, STEPS)
+        if device.type == "cuda":
+            kernels[str(batch)] = by_name(nodes(lambda one=one, state=state: model(one, past_key_values=state)))
     ids = torch.randint(1, vocabulary, (1, prompt), device=device)
-    return {"step_ms": steps, "prompt": prompt, "prompt_ms": ms(lambda: model(ids, logits_to_keep=1), 1)}
+    prompt_ms = ms(lambda: model(ids, logits_to_keep=1), 1)
+    return {"step_ms": steps, "kernels": kernels, "prompt": prompt, "prompt_ms": prompt_ms}
 
 
 def run(args: argparse.Namespace, level: str) -> dict[str, Any]:
@@ -127,7 +131,8 @@ def main(argv: list[str] | None = None) -> int:
             raise RuntimeError(done.stderr[-4000:])
         contents["rows"].append(json.loads(done.stdout.splitlines()[-1]))
         add_costs(contents["rows"])
-        print(contents["rows"][-1], file=sys.stderr, flush=True)
+        shown = {name: value for name, value in contents["rows"][-1].items() if name != "kernels"}
+        print(shown, file=sys.stderr, flush=True)
         if args.out:
             write_json(contents, args.out)
     return int(any(row.get("difference") or row.get("running_difference") for row in contents["rows"]))

@@ -9,7 +9,8 @@ import pytest
 
 from dsv4_compile import hf
 from dsv4_compile.hf.tiny import tiny_drafts, tiny_model
-from dsv4_compile.testing import check_batch_invariant
+from dsv4_compile.ops.common.invariance import STEP_TOKENS
+from dsv4_compile.testing import check_batch_invariant, invariant_models
 
 LONG = bool(os.environ.get("DSV4_LONG"))
 COMPOSITIONS = 500 if LONG else 20
@@ -19,10 +20,11 @@ ONE = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "
 SIZES: dict[str, Any] = {"slots": 4, "prefill_chunk": 48, "backend": "dsv4", "options": MODE}
 
 
-def converted(drafts: str = "", **options: Any) -> Any:
+def converted(drafts: str = "", max_batch_size: int = 8) -> Any:
     model = tiny_model(**({} if LONG else ONE))
     attached = tiny_drafts(model, drafts) if drafts else None
-    return hf.convert(model, max_batch_size=8, max_seq_len=256, attention_only=False, drafts=attached, **options)
+    sizes = {"max_batch_size": max_batch_size, "max_seq_len": 256}
+    return hf.convert(model, **sizes, attention_only=False, drafts=attached)
 
 
 @pytest.fixture
@@ -44,6 +46,22 @@ def test_a_running_batch_without_the_option_is_seen(by_size: None) -> None:
 def test_a_model_whose_calls_depend_on_each_other_is_seen(by_size: None) -> None:
     with pytest.raises(AssertionError, match=r"composition 0.* token \d+ has other logits than alone; no op"):
         check_batch_invariant(converted(), compositions=1)
+
+
+def test_a_model_compiled_with_step_is_checked_in_calls_of_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sizes = converted(max_batch_size=32), []
+    model.compile(backend="dsv4", options={"dsv4.batch_invariant": "step"})
+    model._compiled_call_impl = None  # what is called is watched, not compiled
+    forward = model.forward
+
+    def watched(input_ids: Any, **kwargs: Any) -> Any:
+        sizes.append(input_ids.numel())
+        return forward(input_ids, **kwargs)
+
+    monkeypatch.setattr(model, "forward", watched)
+    monkeypatch.setattr(invariant_models.torch, "equal", lambda got, want: True)
+    check_batch_invariant(model, compositions=20)
+    assert 200 < max(sizes) <= STEP_TOKENS
 
 
 if LONG:  # these compile for minutes

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..._compat import module_hooks
+from ...options import INVARIANT
 from ...runtime.bucket_sizes import chunk_columns, chunk_tokens, request_buckets, token_buckets
 from ...runtime.compiled import in_bucket
 from ...runtime.early_builds import also_for
@@ -46,10 +47,12 @@ class CompiledAs(NamedTuple):
     Attributes:
         buckets: whether calls run in buckets.
         graphs: what captures them, as `dsv4.cudagraph.graphs` says; "" without captures.
+        batch_invariant: `dsv4.batch_invariant` as it was passed.
     """
 
     buckets: bool
     graphs: str
+    batch_invariant: Any = "off"
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> CompiledAs:
@@ -60,7 +63,7 @@ class CompiledAs(NamedTuple):
         captured = options.get("dsv4.cudagraph") == "full"
         wanted = options.get("dsv4.buckets", "auto")
         graphs = options.get("dsv4.cudagraph.graphs", "auto") if captured else ""
-        return cls(wanted == "on" or (wanted == "auto" and captured), graphs)
+        return cls(wanted == "on" or (wanted == "auto" and captured), graphs, options.get(INVARIANT, "off"))
 
 
 def runs_in_buckets(module: nn.Module) -> bool:
