@@ -105,7 +105,7 @@ def implementation(op: str, level: str) -> Callable[..., Any]:
         if device.type == "cpu":
             return getattr(forms, op)(*args, **kwargs)
         pinned = not exact and not is_large(level, args[places[0]].shape[0])
-        result = launch(op, reference, None, device, args, kwargs, invariant=pinned)
+        result = launch(op, reference, None, device, args, kwargs, invariant=level if pinned else "")
         for watcher in watchers:
             watcher(op, args, result)
         return result

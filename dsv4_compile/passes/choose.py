@@ -60,7 +60,7 @@ class ChooseImplementations(CustomGraphPass):
                     decisions.record(decisions.Dependence(call.op, why, call.where))
                 target = registry.target_of(decision, call, level)
                 if builds is not None and decision.impl == "triton" and target is not op:
-                    pinned = {} if level == "off" else {"invariant": True}
+                    pinned = {} if level == "off" else {"invariant": level}
                     builds.add(call.op, functools.partial(launch_arguments, node), **pinned)
                 retarget(node, target)
         if level == "off" and decisions.collecting():

@@ -31,6 +31,8 @@ from .._compat import triton_known
 from ..errors import is_installed
 from ..kernels.host.build_hooks import prepare_builds
 from ..ops.common.arguments import tensors_in
+from ..ops.common.define import OPS
+from ..ops.common.invariance import CLAIMS, is_large, row_places
 from ..ops.common.kernels import invariant_launcher, launcher, refusal
 from .start_times import spending
 
@@ -214,11 +216,11 @@ class EarlyBuilds:
             self._finish()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def add(self, op: str, arguments: Callable[[], Sequence[Any]], invariant: bool = False) -> None:
+    def add(self, op: str, arguments: Callable[[], Sequence[Any]], invariant: str = "") -> None:
         """Begin to build what a call of `op` launches; `arguments` are `Metadata` and plain values in schema order.
 
-        A call that the kernel does not support builds nothing: its reference runs. `invariant` launches as
-        `dsv4.batch_invariant` does.
+        A call that the kernel does not support builds nothing: its reference runs. `invariant` is the value of
+        `dsv4.batch_invariant`, "" if it is off.
         """
         self._add(op, arguments, invariant)
         tokens, sizes = _sizes.get() if self._all_sizes else (0, ())
@@ -230,7 +232,7 @@ class EarlyBuilds:
                 finally:
                     _instead.reset(token)
 
-    def _add(self, op: str, arguments: Callable[[], Sequence[Any]], invariant: bool) -> None:
+    def _add(self, op: str, arguments: Callable[[], Sequence[Any]], invariant: str) -> None:
         try:
             call = arguments()
             key = op, invariant, *(tuple(value) if isinstance(value, list) else value for value in call)
@@ -243,7 +245,7 @@ class EarlyBuilds:
                 with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                     refuses = refusal(op)
                     if refuses is None or not refuses(*args):
-                        (invariant_launcher if invariant else launcher)(op)(*args)
+                        _launcher(op, args, invariant)(*args)
         except Exception as error:
             _report(Built(op, 0, _words(error)))
 
@@ -282,6 +284,14 @@ def _made(value: Any) -> Any:
     if isinstance(value, list):
         return [_made(x) for x in value]
     return value.make() if isinstance(value, Metadata) else value
+
+
+def _launcher(op: str, args: Sequence[Any], invariant: str) -> Callable[..., Any]:
+    """Return what runs a call of `op` at a value of `dsv4.batch_invariant`, "" for off."""
+    if not invariant or CLAIMS[op].exact:
+        return launcher(op)
+    rows = args[row_places(op, OPS[op]._schema.arguments)[0]].shape[0]
+    return launcher(op) if is_large(invariant, rows) else invariant_launcher(op, invariant)
 
 
 def _timed(build: Callable[[], Any]) -> tuple[Any, float]:

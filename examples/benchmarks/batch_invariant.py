@@ -2,8 +2,8 @@
 
 A few layers of V4-Flash with random weights, in the official formats or in bfloat16. For each value of the option, in a
 separate process: ms of a decode step for each batch, captured on a GPU, with its kernels, ms of a prompt of 2,048
-tokens, and with the option on the random compositions of `check_batch_invariant`: tokens that were compared bit for bit, and the first
-difference or "". On a CPU, --tiny tries the command.
+tokens, and with the option on the random compositions of `check_batch_invariant`: tokens that were compared bit for
+bit, and the first difference or "". On a CPU, --tiny tries the command.
 """
 
 from __future__ import annotations

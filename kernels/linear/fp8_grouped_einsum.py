@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...layout import ACT_TILE
+from ...ops.common.invariance import TOKENS
 from ...reference.common.block_scale import scale_strides
 from ..device.quant import why_unsupported_fp8
 from ..host.gpu import gpu_of, sm90_module
@@ -34,9 +35,9 @@ def fp8_grouped_einsum(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -
     return out.view(tokens, groups, b.shape[0] // groups)
 
 
-def invariant_fp8_grouped_einsum(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+def invariant_fp8_grouped_einsum(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, level: str = TOKENS) -> Tensor:
     """Run the op with one tiling for calls of any size."""
-    out = grouped_gemm(Operands(a, a_scale, b, b_scale), torch.bfloat16, invariant=True)
+    out = grouped_gemm(Operands(a, a_scale, b, b_scale), torch.bfloat16, invariant=level)
     return out.view(a.shape[0], a.shape[1], b.shape[0] // a.shape[1])
 
 
@@ -59,9 +60,11 @@ def fp8_grouped_einsum_quant(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Ten
     return _strided(values, scale)
 
 
-def invariant_fp8_grouped_einsum_quant(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor]:
+def invariant_fp8_grouped_einsum_quant(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, level: str = TOKENS
+) -> tuple[Tensor, Tensor]:
     """Run the op with one tiling for calls of any size; results are quantized in a separate launch."""
-    out = invariant_fp8_grouped_einsum(a, a_scale, b, b_scale)
+    out = invariant_fp8_grouped_einsum(a, a_scale, b, b_scale, level)
     return _strided(*quantize_activation(out.view(a.shape[0], b.shape[0])))
 
 

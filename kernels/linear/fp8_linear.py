@@ -10,6 +10,7 @@ from torch import Tensor
 from ...layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ...layout import ACT_TILE as _ACT_TILE
 from ...layout import WEIGHT_TILE, cdiv
+from ...ops.common.invariance import TOKENS
 from ..device.quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale, why_unsupported_fp8
 from ..host.gpu import SM90, Gpu, gpu_of, register_limit, sm90_module
 from ..host.launch import launch_kernel
@@ -174,7 +175,12 @@ def fp8_linear(
 
 
 def invariant_fp8_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, quantize_input: bool = True, beside: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    quantize_input: bool = True,
+    beside: Tensor | None = None,
+    level: str = TOKENS,
 ) -> Tensor:
     """Run the op with one tiling for calls of any size; x is quantized in a separate launch."""
     rows = x.reshape(-1, weight.shape[1])
@@ -182,13 +188,13 @@ def invariant_fp8_linear(
     if quantize_input:
         operands = _quantized(rows, weight, weight_scale)
     if beside is None:
-        out = grouped_gemm(operands, x.dtype, invariant=True)
+        out = grouped_gemm(operands, x.dtype, invariant=level)
     else:
         first = weight.shape[0]
         out = torch.empty((rows.shape[0], first + beside.shape[0]), dtype=torch.float32, device=rows.device)
-        grouped_gemm(operands, torch.float32, out=out[:, :first], invariant=True)
+        grouped_gemm(operands, torch.float32, out=out[:, :first], invariant=level)
         second = Operands(rows[:, None], None, beside.to(rows.dtype), None)
-        grouped_gemm(second, torch.float32, out=out[:, first:], invariant=True)
+        grouped_gemm(second, torch.float32, out=out[:, first:], invariant=level)
     return out.view(*x.shape[:-1], out.shape[1])
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
 from ...layout import ACT_TILE, SCALES_PER_WORD, cdiv
 from ...layout import WEIGHT_TILE as _WEIGHT_TILE
+from ...ops.common.invariance import STEP
 from ..device.quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
 from ..host.gpu import Gpu, gpu_of, shared_memory, sm90_module
 from ..host.launch import DTYPES, launch_kernel
@@ -269,14 +270,14 @@ def grouped_gemm(
     *,
     quantize: bool = False,
     out: Tensor | None = None,
-    invariant: bool = False,
+    invariant: str = "",
 ) -> Tensor:
     """Return `[T, G * N]`.
 
     Args:
         quantize: quantize a floating x per 128 columns in the same launch.
         out: fill and return this tensor instead, with rows of any stride.
-        invariant: sum each row in the same order in calls of any size.
+        invariant: a value of `dsv4.batch_invariant`, for rows that are summed in the same order in calls of any size.
     """
     x, x_scale, weight, weight_scale = operands
     if out is None:
@@ -286,6 +287,8 @@ def grouped_gemm(
     gpu = gpu_of(x.device)
     if weight_scale is not None and weight_scale.dtype is torch.float8_e8m0fnu:
         operands = operands._replace(weight_scale=weight_scale.view(torch.uint8))
+    if invariant == STEP and _launch_few(operands, out, quantize, gpu):
+        return out
     if invariant:
         for first in range(0, x.shape[0], INVARIANT_PASS):
             some = slice(first, first + INVARIANT_PASS)
@@ -302,6 +305,21 @@ def grouped_gemm(
     else:
         _launch(operands, out, quantize, gpu)
     return out
+
+
+def _launch_few(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu) -> bool:
+    """Fill `out` with the kernel for few tokens, its sums the same for any number of them, if it takes the weight."""
+    small = sm90_module(gpu, SMALL)
+    if small is None or quantize:
+        return False
+    x, weight = operands.x, operands.weight
+    if small.why_unsupported_operands(x, weight, False):
+        # What is left to decide is the weight's, so that it is decided alike for all calls.
+        x = x.contiguous()
+    if small.why_unsupported_operands(x, weight, False):
+        return False
+    small.launch(operands._replace(x=x), out, False, gpu, pinned=True)
+    return True
 
 
 class Problem(NamedTuple):

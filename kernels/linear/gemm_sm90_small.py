@@ -399,10 +399,15 @@ def _most_splits(gpu: Gpu, tiles: int, most: int, ctas_per_sm: int) -> int:
 
 
 def tiling_of(
-    x: Tensor, weight: Tensor, gpu: Gpu, quantize: bool, whole: bool = False
-) -> tuple[SmallTiling, int]:  # fmt: skip
-    """Return the tiling of a GEMM, without CTAs that have no K-block, and the K-blocks per CTA."""
+    x: Tensor, weight: Tensor, gpu: Gpu, quantize: bool, whole: bool = False, pinned: bool = False
+) -> tuple[SmallTiling, int]:
+    """Return the tiling of a GEMM, without CTAs that have no K-block, and the K-blocks per CTA.
+
+    With `pinned` it is that of one token, so that how K is split, and with it all sums, follows from the weight alone:
+    the splits of a tile are added in their order, and an MMA adds up K in the same order for any number of tokens.
+    """
     tokens, groups, size = x.shape
+    tokens = 1 if pinned else tokens
     k_blocks = cdiv(size, K_BLOCK_BYTES // weight.element_size())
     rows, two_bytes = weight.shape[0] // groups, weight.element_size() == 2
     tiling = choose_tiling(gpu, tokens, groups, rows, k_blocks, two_bytes, whole, quantize)
@@ -506,16 +511,19 @@ def config_of(
     )
 
 
-def launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu, out_scale: Tensor | None = None) -> None:
+def launch(
+    operands: Operands, out: Tensor, quantize: bool, gpu: Gpu, out_scale: Tensor | None = None, pinned: bool = False
+) -> None:
     """Fill `out` `[T, G * N]` like `gemm.grouped_gemm`.
 
-    With `out_scale`, contiguous `[G * N / 128, T]`, results are quantized to e4m3; N is a multiple of 128 then.
+    With `out_scale`, contiguous `[G * N / 128, T]`, results are quantized to e4m3; N is a multiple of 128 then. With
+    `pinned` a token has the same bits in calls of any number of them, also more than `MAX_TOKENS`.
     """
     x, x_scale, weight, weight_scale = operands
     tokens, groups, size = x.shape
     inputs = tma_matrix(x, K_BLOCK_BYTES // weight.element_size())
     assert inputs is not None
-    tiling, k_blocks_per_cta = tiling_of(x, weight, gpu, quantize, out_scale is not None)
+    tiling, k_blocks_per_cta = tiling_of(x, weight, gpu, quantize, out_scale is not None, pinned)
     ring = ring_depth(tiling, block_of(tokens), k_blocks_per_cta, quantize)
     config = config_of(x, weight, tiling, k_blocks_per_cta, ring, quantize)
     token_blocks, rows = cdiv(tokens, config.block_m), weight.shape[0] // groups

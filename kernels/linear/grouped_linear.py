@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...ops.common.invariance import TOKENS
 from ..host.gpu import gpu_of, sm90_module
 from .gemm import FEW_TOKENS, SMALL, Operands, grouped_gemm
 
@@ -23,16 +24,18 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: int, float32: bool = False
     return multiply_by_torch(by_group, weight, out_dtype)
 
 
-def invariant_grouped_linear(x: Tensor, weight: Tensor, groups: int, float32: bool = False) -> Tensor:
+def invariant_grouped_linear(
+    x: Tensor, weight: Tensor, groups: int, float32: bool = False, level: str = TOKENS
+) -> Tensor:
     """Run the op with one tiling for calls of any size."""
     by_group = x if x.dim() == 3 else x.unflatten(1, (groups, -1))
     out_dtype = torch.float32 if float32 else x.dtype
-    return grouped_gemm(Operands(by_group, None, weight, None), out_dtype, invariant=True)
+    return grouped_gemm(Operands(by_group, None, weight, None), out_dtype, invariant=level)
 
 
-def invariant_mm(x: Tensor, weight: Tensor) -> Tensor:
-    """Return `[T, N]`: `x` `[T, K]` times `weight` `[K, N]`, with one tiling for calls of any size."""
-    return grouped_gemm(Operands(x[:, None], None, weight.t(), None), x.dtype, invariant=True)
+def invariant_mm(x: Tensor, weight: Tensor, level: str) -> Tensor:
+    """Return `[T, N]`: `x` `[T, K]` times `weight` `[K, N]`, at a value of `dsv4.batch_invariant`."""
+    return grouped_gemm(Operands(x[:, None], None, weight.t(), None), x.dtype, invariant=level)
 
 
 def multiply_by_torch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..._compat import triton_known
 from ...layout import WEIGHT_TILE, cdiv
+from ...ops.common.invariance import STEP, TOKENS
 from ...reference.moe.expert_weights import SCALE_COLUMNS, columns, weight_format
 from ...reference.moe.moe_experts import ExpertsArguments
 from ..host.addresses import first_byte
@@ -377,21 +378,32 @@ def problem_of(call: ExpertsArguments) -> Problem:
     return Problem(w13.shape, w2.shape, shapes, call.ids.shape[1], call.interleaved)
 
 
+def _on_sm90(gpu: Gpu) -> bool:
+    return gpu.capability == SM90 and triton_known()
+
+
+def _splits(problem: Problem, gpu: Gpu, invariant: str) -> bool:
+    """Return whether batch-invariant calls of all sizes split rows into two e4m3."""
+    return invariant == STEP and _on_sm90(gpu) and sm90.takes(problem)
+
+
+def most_tokens(problem: Problem, gpu: Gpu, invariant: str) -> int:
+    """Return the most tokens of a pass."""
+    if _splits(problem, gpu, invariant):
+        return sm90.most_tokens(problem)
+    return INVARIANT_PASS if invariant else MOST_TOKENS
+
+
 @functools.lru_cache(1024)
 def plan(
-    problem: Problem, tokens: int, gpu: Gpu, invariant: bool = False
+    problem: Problem, tokens: int, gpu: Gpu, invariant: str = ""
 ) -> ExpertsPlan | sm90.SplitPlan:  # fmt: skip
-    """Return the launches of a pass of `tokens` tokens, at most MOST_TOKENS.
+    """Return the launches of a pass of `tokens` tokens, at most `most_tokens`.
 
-    With `invariant` tiles and roundings are the same for any number of tokens: only lists of places depend on it.
+    With `invariant`, a value of `dsv4.batch_invariant`, tiles and roundings are the same for any number of tokens: only
+    lists of places depend on it.
     """
-    if (
-        not invariant
-        and not problem.interleaved
-        and gpu.capability == SM90
-        and triton_known()
-        and sm90.fits(problem, tokens, gpu)
-    ):
+    if _splits(problem, gpu, invariant) if invariant else _on_sm90(gpu) and sm90.fits(problem, tokens, gpu):
         return sm90.plan_split(problem, tokens, gpu)
     w13, w2, experts = problem.w13, problem.w2, problem.w13.experts
     places, (shared13, shared2) = tokens * problem.top_k, problem.shared or (None, None)
@@ -442,26 +454,26 @@ def plan(
         reorder_pdl=reads_unpacked and uses_pdl(gpu, reorder),
         gate_up=gemms(w13, shared13, w13.rows, shared13.rows if shared13 else 0),
         down=gemms(w2, shared2, w2.rows, w2.rows),
-        exact=invariant or tokens <= EXACT_TOKENS,
+        exact=bool(invariant) or tokens <= EXACT_TOKENS,
         sums=not invariant and tokens <= FEW_TOKENS,
     )
 
 
 def moe_experts(call: ExpertsArguments) -> Tensor:
     """Add each token's experts up, on tensor cores; hidden states are rounded to bfloat16 between the GEMMs."""
-    return _run(call, invariant=False)
+    return _run(call, "")
 
 
-def invariant_moe_experts(call: ExpertsArguments) -> Tensor:
+def invariant_moe_experts(call: ExpertsArguments, level: str = TOKENS) -> Tensor:
     """Run the op with tiles and roundings that are the same in calls of any size."""
-    return _run(call, invariant=True)
+    return _run(call, level)
 
 
-def _run(call: ExpertsArguments, invariant: bool) -> Tensor:
+def _run(call: ExpertsArguments, invariant: str) -> Tensor:
     out = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
     ids, weights, gpu = call.ids.contiguous(), call.weights.contiguous(), gpu_of(call.x.device)
     problem, operands = problem_of(call), weights_of(call)
-    passes = cdiv(len(out), INVARIANT_PASS if invariant else MOST_TOKENS)
+    passes = cdiv(len(out), most_tokens(problem, gpu, invariant))
     for number in range(passes):
         rows = slice(len(out) * number // passes, len(out) * (number + 1) // passes)
         one = call._replace(x=call.x[rows], ids=ids[rows], weights=weights[rows])

@@ -265,13 +265,21 @@ class SplitPlan(NamedTuple):
         return self._replace(tiles=0, split=0, gate_up=0, down=0)
 
 
+def takes(problem: Problem) -> bool:
+    """Return whether the launches take the formats of the weights."""
+    formats = problem.w13.kind, problem.w2.kind, *(weight.kind for weight in problem.shared or ())
+    return not problem.interleaved and formats[:2] == ("mxfp4", "mxfp4") and set(formats[2:]) <= {"e4m3"}
+
+
+def most_tokens(problem: Problem) -> int:
+    """Return the most tokens of a call: each expert has few of their places."""
+    return max(1, min(MOST_PLACES, MOST_EACH * problem.w13.experts) // problem.top_k)
+
+
 def fits(problem: Problem, tokens: int, gpu: Gpu) -> bool:
     """Return whether each expert has few of the places, and its CTAs are enough for the GPU."""
-    w13, w2, places = problem.w13, problem.w2, tokens * problem.top_k
-    if (w13.kind, w2.kind) != ("mxfp4", "mxfp4") or any(weight.kind != "e4m3" for weight in problem.shared or ()):
-        return False
-    ctas = min(places, w13.experts) * 2 * w2.size / 64 / gpu.sms
-    return places <= min(MOST_PLACES, MOST_EACH * w13.experts) and ctas > FEW_CTAS
+    ctas = min(tokens * problem.top_k, problem.w13.experts) * 2 * problem.w2.size / 64 / gpu.sms
+    return takes(problem) and tokens <= most_tokens(problem) and ctas > FEW_CTAS
 
 
 def plan_split(problem: Problem, tokens: int, gpu: Gpu) -> SplitPlan:

@@ -26,7 +26,7 @@ def mm(x: Tensor, weight: Tensor, level: str) -> Tensor:
     elif x.device.type == "cpu":
         product = on_cpu.invariant_mm(x, weight)
     else:
-        product = kernel_module(_KERNEL).invariant_mm(x, weight)
+        product = kernel_module(_KERNEL).invariant_mm(x, weight, level)
     for watcher in watchers:
         watcher("mm", (x, weight), product)
     return product

@@ -14,19 +14,34 @@ import torch
 from torch import Tensor
 from triton.runtime import JITFunction
 
+from dsv4_compile.bench import gemm as bench_gemm
 from dsv4_compile.kernels.host.gpu import Gpu
-from dsv4_compile.kernels.linear import gemm
+from dsv4_compile.kernels.linear import gemm, gemm_sm90_small
 from dsv4_compile.kernels.moe import moe_experts
 from dsv4_compile.kernels.moe.expert_operands import Problem, WeightShape
 from dsv4_compile.ops.common import kernels
 from dsv4_compile.ops.common.define import OPS
-from dsv4_compile.ops.common.invariance import AS_IT_IS, CLAIMS, PINNED, Invariance, row_places
+from dsv4_compile.ops.common.invariance import (
+    AS_IT_IS,
+    CLAIMS,
+    PINNED,
+    STEP,
+    STEP_TOKENS,
+    TOKENS,
+    Invariance,
+    is_large,
+    row_places,
+)
+from dsv4_compile.runtime.bucket_sizes import MOST_TOKENS, request_buckets, token_buckets
 from dsv4_compile.testing.invariant_rows import check_rows
 from dsv4_compile.testing.samples import op_samples
 from tests.tools import fingerprint
 
 LONG = bool(os.environ.get("DSV4_LONG"))
 HOPPER = Gpu("cuda", 90, 132)
+LAYERS = {
+    f"{model} {x.op} {x.name}": x for model, config in bench_gemm.MODELS.items() for x in bench_gemm.layers(config)
+}
 CLAIMED = sorted(op for op, claims in CLAIMS.items() if claims.kernel)
 SIZES = (1, 2, 8, 9, 17, 33, 65, 130, 257, 600, 1100)
 """Rows at and around the limits of launchers."""
@@ -129,10 +144,35 @@ def test_experts_of_a_real_model_have_one_tiling() -> None:
     w13, w2 = WeightShape(256, 4096, 4096, "mxfp4", True), WeightShape(256, 4096, 2048, "mxfp4", True)
     shared = WeightShape(1, 4096, 4096, "e4m3", True), WeightShape(1, 4096, 2048, "e4m3", True)
     problem = Problem(w13, w2, shared, 6, False)
-    plans = [moe_experts.plan(problem, tokens, HOPPER, True) for tokens in (*SIZES, moe_experts.INVARIANT_PASS)]
+    plans = [moe_experts.plan(problem, tokens, HOPPER, TOKENS) for tokens in (*SIZES, moe_experts.INVARIANT_PASS)]
     constants = {(plan.gate_up[1:5], plan.down[1:5], plan.exact, plan.sums) for plan in plans}
     assert len(constants) == 1
     assert len({type(moe_experts.plan(problem, tokens, HOPPER)) for tokens in SIZES}) == 2
+    most = moe_experts.most_tokens(problem, HOPPER, STEP)
+    few = [moe_experts.plan(problem, tokens, HOPPER, STEP) for tokens in (*range(1, most, 13), most)]
+    assert len({(plan.gate_up_tile, plan.down_tile, plan.shared_tile, plan.split_shape.hidden) for plan in few}) == 1
+
+
+def test_padding_to_a_bucket_leaves_a_step_a_step() -> None:
+    for count in range(1, STEP_TOKENS + 1):
+        for most in (STEP_TOKENS, 1000, MOST_TOKENS):
+            padded = next(size for size in token_buckets(most) if size >= count)
+            assert not is_large(STEP, padded)
+        assert not is_large(STEP, next(size for size in request_buckets(MOST_TOKENS) if size >= count))
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS))
+def test_a_step_splits_k_by_the_weight_alone(name: str) -> None:
+    layer, small = LAYERS[name], gemm_sm90_small
+    dtype = torch.bfloat16 if layer.op == "grouped_linear" else torch.float8_e4m3fn
+    weight = torch.empty(layer.groups * layer.rows, layer.size, dtype=dtype, device="meta")
+    splits = set()
+    for tokens in (*SIZES, STEP_TOKENS):
+        x = torch.empty(tokens, layer.groups, layer.size, dtype=dtype, device="meta")
+        tiling, k_blocks = small.tiling_of(x, weight, HOPPER, False, pinned=True)
+        assert small.ring_depth(tiling, small.block_of(tokens), k_blocks, False) >= 1
+        splits.add((tiling.splits, k_blocks))
+    assert len(splits) == 1
 
 
 def test_every_claim_of_a_kernel_is_for_an_op_with_one_and_pins_exist() -> None:

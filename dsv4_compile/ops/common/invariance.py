@@ -16,6 +16,8 @@ STEP, TOKENS = "step", "tokens"
 """Values of `dsv4.batch_invariant` that switch it on."""
 STEP_TOKENS = 2**9
 """Most rows of a call that "step" makes a promise for. Larger ones are prompts."""
+_PADDED_TOKENS = STEP_TOKENS + STEP_TOKENS // 2
+"""Most rows of such a call after padding to a bucket, which adds less than half (`runtime.bucket_sizes`)."""
 AS_IT_IS, PINNED, ALONE = "as it is", "pinned", "alone"
 """Claims of an implementation: in every call; with a plan that does not follow from the number of rows, which
 `invariant_<op>` of the kernel's module launches; and if each row is a call."""
@@ -61,8 +63,8 @@ STEP_ON_CPU, TOKENS_ON_CPU = OnCpu(), OnCpu()
 
 
 def is_large(level: str, rows: int) -> bool:
-    """Return whether a call of `rows` rows may depend on their number at this value of `dsv4.batch_invariant`."""
-    return level == STEP and rows > STEP_TOKENS
+    """Return whether a call of `rows` rows, padding included, may depend on their number at this level."""
+    return level == STEP and rows > _PADDED_TOKENS
 
 
 def claim(op: str, claims: Invariance, form: Callable[..., Any], declared: Sequence[Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,7 +22,7 @@ from ...errors import fail, warn
 from ...selection import decisions
 from ...selection.proven import is_proven
 from .arguments import packed, tensors_in
-from .invariance import CLAIMS, PINNED
+from .invariance import CLAIMS, PINNED, TOKENS
 
 KERNELS: dict[str, str] = {}
 """Module of the launcher of every op that has a kernel, by the full name that the op's `define` gives."""
@@ -36,11 +37,16 @@ def launcher(op: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def invariant_launcher(op: str) -> Callable[..., Any]:
-    """Return the launcher of `op` that gives a row the same bits in calls of every size. It must claim one."""
+def invariant_launcher(op: str, level: str = TOKENS) -> Callable[..., Any]:
+    """Return the launcher of `op` that gives a row the same bits in calls of every size. It must claim one.
+
+    One that takes the value of `dsv4.batch_invariant` as `level` may have plans for few rows at "step".
+    """
     if CLAIMS[op].kernel != PINNED:
         return launcher(op)
-    return packed(op, getattr(kernel_module(op), f"invariant_{op}"))
+    function = getattr(kernel_module(op), f"invariant_{op}")
+    run = packed(op, function)
+    return functools.partial(run, level=level) if "level" in inspect.signature(function).parameters else run
 
 
 @functools.cache
@@ -59,10 +65,10 @@ def runs_kernel(op: str, device: torch.device) -> bool:
 
 
 @functools.cache
-def launch_cache(op: str, invariant: bool = False) -> Any:
+def launch_cache(op: str, invariant: str = "") -> Any:
     """Return the launcher of `op` with its launch cache, a `kernels.host.launch_cache.LaunchCache`."""
     cached = importlib.import_module("dsv4_compile.kernels.host.launch_cache").LaunchCache
-    return cached((invariant_launcher if invariant else launcher)(op))
+    return cached(invariant_launcher(op, invariant) if invariant else launcher(op))
 
 
 def dispatcher(op: str, reference: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
@@ -89,11 +95,11 @@ def launch(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    invariant: bool = False,
+    invariant: str = "",
 ) -> Any:
     """Run the kernel of `op`, or `reference` for an unsupported call; `dispatcher` calls this if it is proven.
 
-    With `invariant`, a call that the kernel does not support raises E303.
+    With `invariant`, a value of `dsv4.batch_invariant`, a call that the kernel does not support raises E303.
     """
     cached = launch_cache(op, invariant)
     match = None if kwargs else cached.look_up(args)

@@ -229,7 +229,7 @@ def test_a_call_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     key_of = launch_cache.key_of
     monkeypatch.setattr(launch_cache, "key_of", lambda args: keys.append(key_of(args)) or keys[-1])
     cache = LaunchCache(add)
-    monkeypatch.setattr(kernels, "launch_cache", lambda op, invariant=False: cache)
+    monkeypatch.setattr(kernels, "launch_cache", lambda op, invariant="": cache)
     monkeypatch.setattr(kernels, "refusal", lambda op: None)
     x = torch.ones(4)
     for call in range(1, 4):
@@ -258,7 +258,7 @@ def test_an_op_checks_its_arguments_until_the_call_is_cached(monkeypatch: pytest
     cache = LaunchCache(add)
     monkeypatch.setattr(kernels, "runs_kernel", lambda op, device: True)
     monkeypatch.setattr(kernels, "refusal", lambda op: lambda x, y: "odd" if x.shape[0] % 2 else "")
-    monkeypatch.setattr(kernels, "launch_cache", lambda op, invariant=False: cache)
+    monkeypatch.setattr(kernels, "launch_cache", lambda op, invariant="": cache)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     run = kernels.dispatcher("an_op", torch.sub, check)
     for _ in range(4):
