@@ -44,8 +44,7 @@ RECORDS: Mapping[str, str] = {
     "sparse_mla_prefill": "sparse_mla_prefill_h200.json",
     "tensor_parallel": "tensor_parallel_h100.json",
     "tensor_parallel_h200": "tensor_parallel_h200.json",
-    "drafts_h100": "drafts_h100.json",
-    "drafts_h200": "drafts_h200.json",
+    **{name: f"{name}.json" for name in ("drafts_h100", "drafts_h200", "batch_invariant_h200")},
     "vllm": "vllm_h100.json",
     "vllm_h200": "vllm_h200.json",
     "whole_model": "whole_model_h100.json",
@@ -289,6 +288,9 @@ FIGURES: Mapping[str, Figures] = {
     "whole": Figures(model.whole, ("tensor_parallel_h200",), _SPLIT),
     "whole_headline": Figures(model.whole_headline, _DRAFTS[:1], f"{_RANKS} examples/benchmarks/drafts.py"),
     "drafts": Figures(model.drafts, _DRAFTS, f"{_RANKS} examples/benchmarks/drafts.py"),
+    "batch_invariant": Figures(
+        model.batch_invariant, ("batch_invariant_h200",), "python examples/benchmarks/batch_invariant.py"
+    ),
     "contexts": Figures(model.contexts, ("tensor_parallel",), _SPLIT_H100),
     "whole_h200": Figures(model.steps, ("tensor_parallel_h200",), _SPLIT_H200),
     "four_layers": Figures(model.four_layers, ("whole_model",), _WHOLE_MODEL),

@@ -66,6 +66,27 @@ def drafts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, shown
 
 
+def batch_invariant(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of values of dsv4.batch_invariant: ms, multiples of off, compared tokens."""
+    shown = rows["batch_invariant_h200"]
+    batches = list(shown[0]["step_ms"])
+    head = [
+        "`dsv4.batch_invariant`",
+        *(f"step of {batch}, ms" for batch in batches),
+        f"prompt of {shown[0]['prompt']:,}, ms",
+    ]
+    lines = [[*head, "times off", "tokens compared", "the same in running batches", "a difference"]]
+    for row in shown:
+        times = [*(row["step_ms"][batch] for batch in batches), row["prompt_ms"]]
+        multiples = ", ".join(f"{multiple:.2f}" for multiple in (*row["of_off"].values(), row["prompt_of_off"]))
+        checked = ["-"] * 3
+        if "compared" in row:
+            differing = row["difference"] or row.get("running_difference") or "none"
+            checked = [f"{row['compared']:,}", f"{row['running']:,}", differing]
+        lines.append([row["level"], *(f"{ms:.2f}" for ms in times), multiples, *checked])
+    return lines, shown
+
+
 def whole_headline(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the README's table: all layers on two GPUs, without and with drafts."""
     shown = rows["drafts_h200"]
