@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from split_model import configuration, device_and_mesh, seconds, split_drafts, split_model
+from split_model import configuration, device_and_mesh, say, seconds, split_drafts, split_model
 from torch import Tensor
 
 from dsv4_compile import DecodeRunner, hf
@@ -80,7 +79,7 @@ class Model:
         config = configuration(args.layers, args.tiny)
         layers = range(max(0, args.layers - 3), args.layers)
         settings = DraftSettings(DSPARK, 3, 5, Taps(tuple(layers)), noise_token=7, markov_rank=32 if args.tiny else 256)
-        self.device, self.args, self.begin = device, args, time.perf_counter()
+        self.device, self.args = device, args
         self.model = split_model(config, args.weights, mesh, args.experts, device)
         drafts = split_drafts(config, settings, args.weights, mesh, args.experts, device)
         self.bytes_of_drafts = sum(parameter.nbytes for parameter in drafts.parameters())
@@ -92,7 +91,7 @@ class Model:
         hf.convert(self.model, **sizes, **split, drafts=drafts)
         self.model.model.adopt()
         self.model.dsv4_drafts.adopt()
-        self.say("weights are filled")
+        say("weights are filled")
 
     def compiled(self, call: Any) -> Any:
         """Return `call` compiled, unless the command says eager."""
@@ -125,11 +124,6 @@ class Model:
         )
         runner.warm_up()
         return runner
-
-    def say(self, text: str) -> None:
-        """Print a line with the seconds since the start, on one rank."""
-        if not torch.distributed.get_rank():
-            print(f"{time.perf_counter() - self.begin:.0f} s: {text}", file=sys.stderr, flush=True)
 
     def ms(self, call: Callable[[], Any], steps: int) -> float:
         """Return ms a step of a call of `steps` steps."""
@@ -165,14 +159,14 @@ class Model:
         generator = torch.Generator().manual_seed(1)
         tokens: list[int] = torch.randint(1, self.model.config.vocab_size, (requests,), generator=generator).tolist()
         text, plain_ms = self.plain(requests, tokens)
-        self.say(f"batch {requests}: plain {plain_ms} ms")
+        say(f"batch {requests}: plain {plain_ms} ms")
         row: dict[str, Any] = {
             "batch": requests,
             "layers": self.args.layers,
             "ranks": torch.distributed.get_world_size(),
         }
         row |= {"plain_ms": plain_ms, "verify_ms": self.verified(text)}
-        self.say(f"batch {requests}: verify {row['verify_ms']} ms")
+        say(f"batch {requests}: verify {row['verify_ms']} ms")
         source = forced = ForcedDrafts(self.model.dsv4_drafts, text, pattern)
         if not self.args.eager:
             source = CompiledSource(forced, self.compiled)
@@ -187,7 +181,7 @@ class Model:
             forced.restart(pattern)
             runner.draft()
 
-        self.say("captured with drafts")
+        say("captured with drafts")
         load([0])
         chosen, _ = runner.run(6 * STEPS, requests)
         text[:, 1:].copy_(chosen[:, :, 0].t())  # a step of six tokens rounds otherwise than one of a single token

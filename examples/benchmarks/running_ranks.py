@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from split_model import configuration, device_and_mesh, split_drafts, split_model
+from split_model import configuration, device_and_mesh, say, split_drafts, split_model
 from torch import Tensor
 
 from dsv4_compile import hf
@@ -147,6 +147,7 @@ def lead(batch: Any, args: argparse.Namespace, known: KnownDrafts | None) -> lis
         row |= {"drafts": known is not None, "sampled": sampled}
         row["texts"] = [request.tokens for request in submitted]
         rows.append(row)
+        say(f"{row['tokens_a_second']} tokens a second, {'sampled' if sampled else 'greedy'}")
     rows[0]["first_token_alone_ms"] = first_tokens_alone(batch, args.alone, vocab)
     return rows
 
@@ -160,6 +161,7 @@ def measure(model: Any, args: argparse.Namespace, device: torch.device, known: K
     backend = None if args.eager else "dsv4"
     with hf.RunningBatch(model, **sizes, backend=backend, graphs=graphs, drafts=known is not None) as batch:
         start_s = round(time.perf_counter() - begin, 1)
+        say(f"a batch {'with' if known else 'without'} drafts is compiled and captured")
         rows: list[Any] = lead(batch, args, known) if ranks.rank == 0 else batch.serve() or []
     cached = [tensor for layer in batch.caches for tensor in layer.tensors().values()]
     bits = gather_objects(agreement.digest(*cached), ranks)
@@ -227,10 +229,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()  # what filling weights took
     split = {"mesh": mesh, "expert_layout": args.experts, "collectives": args.collectives}
     hf.convert(model, max_batch_size=1, max_seq_len=args.max_seq_len, attention_only=False, **split, drafts=drafts)
+    say("weights are filled")
     contents["bytes_of_a_rank"] = sum(parameter.nbytes for parameter in model.parameters())
 
     rows = measure(model, args, device, None)
     texts = rows[0]["texts"]
+    if args.out and mesh.get_rank() == 0:  # what follows may be cut short
+        shown = [{name: value for name, value in row.items() if name != "texts"} for row in rows]
+        write_json(contents | {"rows": shown}, args.out)
     if drafts is not None:
         pattern = [int(count) for count in args.accept.split(",")]
         known = KnownDrafts(model.dsv4_drafts, args.max_seq_len, pattern, device)

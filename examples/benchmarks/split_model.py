@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import statistics
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -29,6 +30,7 @@ SMALL: dict[str, Any] = {"hidden_size": 512, "moe_intermediate_size": 256, "head
 QUANTISED = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "gate_proj", "up_proj", "down_proj")
 STEPS = 32
 """Steps of a measurement."""
+_BEGIN = time.perf_counter()
 COLLECTIVES = ("nccl", "all_reduce", "shot")
 """Words in the names of kernels of collectives."""
 
@@ -135,6 +137,12 @@ def allocated(model: Any, config: Any, weights: str, mesh: Any, layout: str, dev
         if type(module) is DeepseekV4RotaryEmbedding:
             model.set_submodule(path, DeepseekV4RotaryEmbedding(config).to(device))
     return model.eval()
+
+
+def say(text: str) -> None:
+    """Print a line with the seconds since the start, on one rank."""
+    if not torch.distributed.get_rank():
+        print(f"{time.perf_counter() - _BEGIN:.0f} s: {text}", file=sys.stderr, flush=True)
 
 
 def captures(device: torch.device) -> dict[str, Any]:
