@@ -120,6 +120,28 @@ def test_a_uniform_number_that_rounds_to_one() -> None:
     assert choose_tokens(logits, numbers).tolist() == [1, 3]
 
 
+def _sum_in_blocks(weights: Tensor, dim: int) -> Tensor:
+    """Return a cumulative sum of columns that is added up in blocks of 16."""
+    assert dim == 1
+    blocks = torch.nn.functional.pad(weights, (0, -weights.shape[1] % 16)).unflatten(1, (-1, 16))
+    inner = torch.cumsum(blocks, 2)
+    before = torch.nn.functional.pad(torch.cumsum(inner[..., -1], 1)[:, :-1], (1, 0))
+    return (inner + before[..., None]).flatten(1)[:, : weights.shape[1]]
+
+
+def test_a_token_does_not_depend_on_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uniform numbers at the borders of tokens tell a sum in one order from a sum in another."""
+    logits = 2 * torch.randn(1, 500)
+    borders = logits[0].sort(descending=True).values.double().softmax(0).cumsum(0)[:-1]
+    numbers = torch.tensor([[1.0, 0.0, top_p, 0.0] for top_p in (1.0, 0.9)], dtype=torch.float64)
+    numbers = numbers.repeat_interleave(len(borders), 0)
+    numbers[:, 3] = torch.cat((borders, borders))
+    rows = logits.expand(len(numbers), -1)
+    want = choose_tokens(rows, numbers)
+    monkeypatch.setattr(Tensor, "cumsum", _sum_in_blocks)
+    assert torch.equal(choose_tokens(rows, numbers), want)
+
+
 def test_top_p_of_one_keeps_every_token_with_a_probability() -> None:
     """Sums in float32 reach one long before the last of these."""
     logits = torch.full((100_000,), -20.0)

@@ -1,7 +1,8 @@
 """The choice of each request's next token from its logits: greedy, or sampled by its own temperature, top-k and top-p.
 
 A sampled token is the inverse of the kept tokens' cumulative distribution at one uniform number, which the request
-draws from its own seed. So it depends on nothing but the request, whichever others are in the batch.
+draws from its own seed. So it depends on nothing but the request, whichever others are in the batch: weights are
+integers, 2**44 for the largest at 129,280 tokens, so their sums are exact.
 
 Logits may be anything: every index is in range, and a row without a finite largest logit has no token, NO_TOKEN.
 """
@@ -23,6 +24,8 @@ COLUMNS = 4
 """Numbers of a request that `choose_tokens` takes: temperature, top-k, top-p, uniform."""
 _MOST_KEPT = 2**31
 """Top-k from which all tokens of any vocabulary are kept, exact as a float."""
+_BITS = 62
+"""Bits of a sum of weights: 44 of them are of one weight, at 129,280 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,11 @@ class RequestSampling:
         return numbers if self.greedy else (*numbers[:3], self._random.random())
 
 
+def _unit(vocab_size: int) -> float:
+    """Return the integer that stands for weight 1: the largest power of two whose sum over a vocabulary is exact."""
+    return 2.0 ** (_BITS - vocab_size.bit_length())
+
+
 def choose_tokens(logits: Tensor, numbers: Tensor, likeliest: Tensor | None = None) -> Tensor:
     """Return a token int64 `[N]` for each row of `logits` `[N, V]`; runs on the device, without synchronisation.
 
@@ -92,7 +100,10 @@ def choose_tokens(logits: Tensor, numbers: Tensor, likeliest: Tensor | None = No
     ordered = ordered.double()
     weights = ((ordered - ordered[:, :1]) / torch.where(greedy, 1, temperature)).exp()
     rank = torch.arange(logits.shape[1], device=logits.device)
+    weights = torch.where(rank == 0, 1, weights.nan_to_num(0).clamp(0, 1))
     weights = torch.where((top_k > 0) & (rank >= top_k), 0, weights)
+    # A sum of integers has the same bits in any order, which libraries choose by the number of rows.
+    weights = (weights * _unit(logits.shape[1])).round().long()
     reached = weights.cumsum(1)
     larger = torch.nn.functional.pad(reached[:, :-1], (1, 0))
     kept = (larger < top_p * reached[:, -1:]) | (top_p >= 1) | (rank == 0)
