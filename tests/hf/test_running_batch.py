@@ -286,6 +286,16 @@ class TestRequests:
         assert list(request) == tokens[: tokens.index(stop) + 1]
         assert request.state == "stop" and batch.idle
 
+    @pytest.mark.parametrize("listed", [False, True])
+    def test_without_stop_tokens_the_eos_of_the_generation_config_is_the_last(
+        self, batch: Any, listed: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokens = list(batch.submit(prompt(12), max_new_tokens=10))
+        eos = [tokens[4], 511] if listed else tokens[4]
+        monkeypatch.setattr(batch.model.generation_config, "eos_token_id", eos)
+        assert list(batch.submit(prompt(12), max_new_tokens=10)) == tokens[: tokens.index(tokens[4]) + 1]
+        assert list(batch.submit(prompt(12), max_new_tokens=10, stop_tokens=[])) == tokens
+
     def test_tokens_stream_as_they_come(self, batch: Any) -> None:
         seen: list[int] = []
         called = batch.submit(torch.tensor(prompt(12)), max_new_tokens=9, on_token=seen.append)

@@ -108,11 +108,13 @@ def token_ids(prompt: Any, vocab: int, most: int) -> list[int]:
     return ids
 
 
-def stop_set(values: Any, vocab: int) -> frozenset[int]:
-    """Return stop tokens as ids. Raises E201 unless they are None, one id, or a vector of ids, each of the vocabulary.
+def stop_set(values: Any, vocab: int, generation: Any) -> frozenset[int]:
+    """Return stop tokens as ids, for None those of the generation configuration.
 
-    An id that is in no vocabulary would never end the request.
+    Raises E201 unless they are None, one id, or a vector of ids, all of the vocabulary: others would end no request.
     """
+    if values is None:
+        values = getattr(generation, "eos_token_id", None)
     if values is None:
         return frozenset()
     rule = f"stop tokens are None, a token id or a collection of them, integers from 0 to {vocab - 1}"

@@ -1,7 +1,7 @@
 """RunningBatch: requests of different lengths that join and leave one batch of a converted model.
 
 batch = RunningBatch(model, slots=8)
-request = batch.submit(prompt_ids, max_new_tokens=64, stop_tokens=[eos])
+request = batch.submit(prompt_ids, max_new_tokens=64)
 for token in request:                     # runs the whole batch; or batch.run(), batch.step()
     ...
 
@@ -153,7 +153,7 @@ class RunningBatch(RequestSlots):
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        stop_tokens: Collection[int] = (),
+        stop_tokens: Collection[int] | None = None,
         on_token: Callable[[int], object] | None = None,
         drafts: bool = True,
     ) -> Request:
@@ -163,7 +163,8 @@ class RunningBatch(RequestSlots):
             prompt: token ids of one sequence, or an integer tensor `[S]`.
             max_new_tokens: most tokens to generate.
             temperature, top_k, top_p, seed: see `sampling.RequestSampling`; greedy unless `temperature` is above 0.
-            stop_tokens: a token, or a collection or tensor of them, that end the request; it is its last.
+            stop_tokens: a token, or several, that end the request and are its last; None = the eos tokens of
+                `model.generation_config`, [] = none.
             on_token: called with each token at the end of its step. If it raises, the request is cancelled, the others
                 get their tokens and callbacks, and `step` raises the error, which is also the request's `error`.
             drafts: whether drafts of the request are verified, in a batch with drafts. Sampled tokens are distributed
@@ -185,8 +186,8 @@ class RunningBatch(RequestSlots):
             fix="shorten it, or make a RunningBatch with a larger max_seq_len",
         )
         check_flags(drafts=drafts)
-        sampling, stop = RequestSampling(temperature, top_k, top_p, seed), stop_set(stop_tokens, vocab)
-        on_token = callback(on_token)
+        sampling, on_token = RequestSampling(temperature, top_k, top_p, seed), callback(on_token)
+        stop = stop_set(stop_tokens, vocab, self.model.generation_config)
         with self._lock:
             progress = Progress(self._submitted, ids, new, stop, sampling, on_token)
             if self._steps.drafts is not None:
