@@ -155,7 +155,8 @@ def test_hadamard_transform(fmt: str) -> None:
 @pytest.mark.parametrize("dim", [16, 64])
 def test_hadamard_transform_of_float32_is_not_rounded(dim: int) -> None:
     args = (*arguments(2, 3, dim, torch.float32), "plain", True)
-    assert_close(run(*args)[0], reference(*args)[0], Tolerance(abs=1e-6, rel=1e-5, cosine=1e-12))
+    # The reference's GEMM adds up 64 values of some tens in an order that depends on the CPU; bfloat16 is 1e-2 off.
+    assert_close(run(*args)[0], reference(*args)[0], Tolerance(abs=1e-5, rel=1e-5, cosine=1e-12))
 
 
 def test_unsupported_calls_name_the_limit() -> None:
