@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import check
+from ..layout import cdiv
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +62,6 @@ class Ranks:
         return resolve_group(self.name)
 
     def part(self, total: int) -> tuple[int, int]:
-        """Return begin and end of this rank's part of `total` equal units, a multiple of `size`."""
-        size = total // self.size
-        return self.rank * size, (self.rank + 1) * size
+        """Return begin and end of this rank's part of `total` units; the last ranks may have fewer than the others."""
+        size = cdiv(total, self.size)
+        return min(self.rank * size, total), min((self.rank + 1) * size, total)

@@ -77,18 +77,19 @@ def attention_split_of(name: str) -> Split | None:
     return None if match is None else _ATTENTION.get(match[1])
 
 
-def part_of(tensor: Tensor, split: Split | None, ranks: Ranks) -> Tensor:
+def part_of(tensor: Tensor, split: Split | None, ranks: Ranks, *, ragged: bool = False) -> Tensor:
     """Return this rank's part of `tensor`: a view, or a copy where gate and up lie apart; all of it without `split`.
 
-    Raises E701 unless the dim divides.
+    Raises E701 unless the dim divides, or is `ragged`: then the last ranks may have less.
     """
     if split is None or ranks.size == 1:
         return tensor
     dim, halves = split
     size = tensor.shape[dim]
-    if size % (halves * ranks.size):
+    if size % (halves * ranks.size) and not ragged:
         _fail_to_divide([Whole(f"dim {dim} of a tensor {tuple(tensor.shape)}", size, halves)], ranks)
-    parts = [half.chunk(ranks.size, dim)[ranks.rank] for half in tensor.chunk(halves, dim)]
+    begin, end = ranks.part(size // halves)
+    parts = [half.narrow(dim, begin, end - begin) for half in tensor.chunk(halves, dim)]
     return parts[0] if halves == 1 else torch.cat(parts, dim)
 
 

@@ -24,6 +24,7 @@ PRELOADED = (
     "tests.parallel.checks",
     "tests.parallel.draft_checks",
     "tests.parallel.serving_checks",
+    "tests.parallel.v41_checks",
     "tests.parallel.ways",
     "tests.parallel.watched",
     "torch._inductor.compile_fx",

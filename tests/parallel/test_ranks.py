@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel import checks, draft_checks, serving_checks
+from tests.parallel import checks, draft_checks, serving_checks, v41_checks
 from tests.parallel.processes import Outcomes, run_on_ranks
 
 EVERYWHERE = (
@@ -13,6 +13,8 @@ EVERYWHERE = (
     checks.rows_of_experts_give_the_same,
     checks.results_are_the_same_bits_on_all_ranks,
     checks.a_rank_keeps_its_part_alone,
+    v41_checks.v41_gives_what_one_process_gives,
+    v41_checks.v41_a_rank_reads_its_part_of_a_folder,
 )
 ON_TWO = (
     *EVERYWHERE,
@@ -37,6 +39,9 @@ ON_TWO = (
     serving_checks.batches_that_differ_are_made_on_no_rank,
     serving_checks.a_step_that_a_rank_cannot_run_is_launched_on_none,
     serving_checks.an_idle_batch_outlives_the_timeout_of_its_group,
+    v41_checks.v41_compiles_to_one_graph_on_a_rank,
+    v41_checks.v41_calls_that_ranks_make_differently_are_errors,
+    v41_checks.v41_what_a_part_cannot_do_is_an_error,
     checks.calls_of_a_model_over_symmetric_memory_are_watched,
     checks.compiled_graphs_neither_break_nor_recompile,
     serving_checks.rank_0_dies_in_a_step_and_the_others_say_so,

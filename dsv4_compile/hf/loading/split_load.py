@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ...checkpoints.reader import Index
 from ...parallel import Ranks, split_of
@@ -18,11 +18,15 @@ def split_placement(placement: Placement, ranks: Ranks, expert_layout: str) -> N
     """
     sizes = {name: tensor.shape for name, tensor in targets(placement.model)}
     keep_part(placement.model, ranks, expert_layout)
-    placement.pieces = [
-        rank_piece
-        for piece in placement.pieces
-        for rank_piece in _parts(piece, sizes[piece.target], split_of(piece.target, expert_layout), ranks)
-    ]
+    placement.pieces = list(rank_pieces(placement.pieces, sizes, lambda name: split_of(name, expert_layout), ranks))
+
+
+def rank_pieces(
+    pieces: Iterable[Piece], sizes: Mapping[str, tuple[int, ...]], rule: Callable[[str], Split | None], ranks: Ranks
+) -> Iterator[Piece]:
+    """Yield what a rank reads of `pieces`, whose targets have `sizes` in the whole model and are split by `rule`."""
+    for piece in pieces:
+        yield from _parts(piece, sizes[piece.target], rule(piece.target), ranks)
 
 
 def _parts(piece: Piece, shape: tuple[int, ...], how: Split | None, ranks: Ranks) -> Iterator[Piece]:

@@ -15,9 +15,21 @@ from .step import Tail
 if TYPE_CHECKING:
     from .loading import load as load
     from .save import save_folder as save_folder
+    from .splitting import split as split
 
-__all__ = ["Tail", "V41Caches", "V41Config", "V41Format", "V41Model", "generate", "load", "prefill", "save_folder"]
-_LAZY = {"load": "loading", "save_folder": "save"}
+__all__ = [
+    "Tail",
+    "V41Caches",
+    "V41Config",
+    "V41Format",
+    "V41Model",
+    "generate",
+    "load",
+    "prefill",
+    "save_folder",
+    "split",
+]
+_LAZY = {"load": "loading", "save_folder": "save", "split": "splitting"}
 """Functions that need transformers' libraries, and their modules."""
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...layout import V41_ENTRY_BLOCK, V41_WINDOW_BLOCK
 from ...modules.linear import linear_fp32
+from ...parallel import Ranks, all_reduce
 from ...reference.common.paging import lookup_slots
 from ...reference.common.rope import apply_rope
 from .cache import SourceCache, V41Caches
@@ -70,7 +71,12 @@ class Indexer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of one layer. `insert` comes before `attend`; layers share entries, keys and picks of their sources."""
+    """Attention of one layer. `insert` comes before `attend`; layers share entries, keys and picks of their sources.
+
+    A rank of a split model has some of the `heads` and of the output `groups`; caches and picks are those of all.
+    """
+
+    ranks: Ranks | None = None
 
     def __init__(self, config: V41Config, layer: int, options: WeightOptions) -> None:
         super().__init__()
@@ -136,7 +142,7 @@ class Attention(nn.Module):
         )
         out = apply_rope(out, step.positions, rope, inverse=True).to(x.dtype)
         grouped = torch.ops.dsv4.grouped_linear(out.flatten(1), self.wo_a.weight, self.groups)
-        return self.wo_b(grouped), selection
+        return all_reduce(self.wo_b(grouped), self.ranks), selection
 
     def _select(
         self, x: Tensor, latent: Tensor, step: Step, caches: V41Caches, selection: Selection | None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layout import MX_TILE
+from ...parallel import Ranks, all_gather, all_reduce
 from .config import V41Config
 from .linear import WeightOptions, linear_of, parameter
 from .ngrams import multipliers, primes
@@ -14,8 +15,12 @@ from .ngrams import multipliers, primes
 class Engram(nn.Module):
     """Table of n-grams, and the projection and gate that add its rows to the streams.
 
-    A quantised table is e4m3 with a scale for each row and 32 channels. Rows depend on token ids alone.
+    A quantised table is e4m3 with a scale for each row and 32 channels. Rows depend on token ids alone. A rank of a
+    split model has the rows of the table from `first_row` on, and rows of the projection.
     """
+
+    ranks: Ranks | None = None
+    first_row = 0
 
     def __init__(self, config: V41Config, layer: int, options: WeightOptions) -> None:
         super().__init__()
@@ -41,8 +46,8 @@ class Engram(nn.Module):
         return out
 
     def forward(self, streams: Tensor, rows: Tensor, is_image: Tensor) -> Tensor:
-        embedded = torch.ops.dsv4.engram_embed(rows, self.embed, self.embed_scale).to(streams.dtype)
-        out: Tensor = torch.ops.dsv4.engram_gate(
-            streams, self.wkv(embedded), self.q_weight, self.k_weight, is_image, self.eps
-        )
+        # A row that this rank does not have is zero here, so the sum over ranks is exact.
+        embedded = torch.ops.dsv4.engram_embed(rows - self.first_row, self.embed, self.embed_scale)
+        keys_value = all_gather(self.wkv(all_reduce(embedded.to(streams.dtype), self.ranks)), self.ranks)
+        out: Tensor = torch.ops.dsv4.engram_gate(streams, keys_value, self.q_weight, self.k_weight, is_image, self.eps)
         return out

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layout import MX_TILE
+from ...parallel import Ranks, all_reduce
 from .config import V41Config
 from .linear import WeightOptions, parameter
 
@@ -47,7 +48,13 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router and experts: the top experts of each token by score and bias, weighted by score, and the shared one."""
+    """Router and experts: the top experts of each token by score and bias, weighted by score, and the shared one.
+
+    A rank of a split model has the experts from `first_expert` on, or rows of each, and rows of the shared one.
+    """
+
+    ranks: Ranks | None = None
+    first_expert = 0
 
     def __init__(self, config: V41Config, options: WeightOptions) -> None:
         super().__init__()
@@ -66,6 +73,6 @@ class MoE(nn.Module):
         out: Tensor = torch.ops.dsv4.mx_experts(
             *(x, ids, weights, routed.w13, routed.w2, shared.w13, shared.w2),
             *(routed.w13_scale, routed.w2_scale, shared.w13_scale, shared.w2_scale),
-            *(self.limit, 0, self.quantize_input),
+            *(self.limit, self.first_expert, self.quantize_input),
         )
-        return out
+        return all_reduce(out, self.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from ...sizes import check_size
 from .cache import V41Caches, V41Format
 from .model import V41Model
 from .prefill import check_prompts, prefill
+from .ranks import same_on_ranks, step_of_ranks
 
 
 @torch.no_grad()
@@ -48,17 +50,19 @@ def generate(
     """
     with needs("hf", "generation"):
         from ...hf.serving.sampling import NO_TOKEN, RequestSampling, choose_tokens
-    new = check_size("max_new_tokens", max_new_tokens)
-    settings = [RequestSampling(temperature, top_k, top_p, seed + i) for i in range(len(prompts))]
-    if not prompts:
-        return []
-    if caches is None:
-        longest = max(len(prompt) for prompt in prompts)
-        caches = model.new_caches(
-            max_batch_size=len(prompts), max_seq_len=longest + new, max_step_tokens=chunk, cache_format=cache_format
-        )
-    checked = check_prompts(model.config, caches, prompts, None, None, more=new)
-    stops, device = set(model.config.eos_token_id if stop is None else stop), model.device
+    with same_on_ranks(model, "generate") as facts:
+        new = check_size("max_new_tokens", max_new_tokens)
+        settings = [RequestSampling(temperature, top_k, top_p, seed + i) for i in range(len(prompts))]
+        stops, device = set(model.config.eos_token_id if stop is None else stop), model.device
+        facts |= {"max_new_tokens": new, "sampling": repr(settings), "stop": sorted(stops), "prompts": len(prompts)}
+        if not prompts:
+            return []
+        if caches is None:
+            longest = max(len(prompt) for prompt in prompts)
+            caches = model.new_caches(
+                max_batch_size=len(prompts), max_seq_len=longest + new, max_step_tokens=chunk, cache_format=cache_format
+            )
+        checked = check_prompts(model.config, caches, prompts, None, None, more=new)
     run = model if decode is None else decode
     logits = prefill(model, prompts, caches, chunk=chunk, mode=mode, forward=forward)
     lengths, tokens = [len(prompt.ids) for prompt in checked], [list[int]() for _ in prompts]
@@ -77,7 +81,10 @@ def generate(
         positions = [lengths[i] + step if live[i] else PAD_INDEX for i in range(len(prompts))]
         requests = [i if live[i] else PAD_INDEX for i in range(len(prompts))]
         inputs = [torch.tensor(values).to(device) for values in (chosen, positions, requests)]
-        logits = run(*inputs, caches)
+        with step_of_ranks(model):
+            logits = run(*inputs, caches)
+    with same_on_ranks(model, "the end of generate") as facts:
+        facts["chosen"] = zlib.crc32(repr(tokens).encode())
     return tokens
 
 

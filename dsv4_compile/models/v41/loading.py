@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...checkpoints.header import DTYPES, Source
+from ...checkpoints.header import DTYPES
 from ...checkpoints.paths import open_inside, read_exactly
 from ...checkpoints.reader import Index, Reader
 from ...errors import DSV4Error, check, error, needs
 from ...hf.loading.checkpoint import Checkpoint, Problems, read_checkpoint
 from ...hf.loading.fill import fill
 from ...hf.loading.placement import Piece, Placement
+from ...hf.loading.split_load import rank_pieces
 from ...layout import MX_TILE
 from ...loading import check_scales
+from ...parallel import watchdog
 from ...reference.common.block_scale import dequantize_weight
 from ...reference.common.quant import dequantize_mxfp4, dequantize_tiles
 from ...sizes import check_memory
@@ -25,7 +29,11 @@ from .config import V41Config
 from .model import V41Model
 from .ngrams import compressed_ids
 from .placement import Found, V41Placement, place
-from .tensors import BF16, E2M1, E4M3, F32
+from .splitting import keep_part, on_all_ranks, ready_ranks, split_of, watch
+from .tensors import E2M1, E4M3
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("dsv4_compile.models")
 _MOST_TOKENIZER = 64 << 20
@@ -33,6 +41,7 @@ _MOST_TOKENIZER = 64 << 20
 TOKENIZER = "tokenizer.json"
 
 
+@on_all_ranks
 def load(
     path: str | Path,
     *,
@@ -41,6 +50,10 @@ def load(
     dequantize: bool = False,
     quantize_input: bool = True,
     token_map: Tensor | None = None,
+    mesh: DeviceMesh | None = None,
+    expert_layout: str = "experts",
+    collectives: str = "functional",
+    rank_timeout: float = watchdog.TIMEOUT,
 ) -> V41Model:
     """Load a folder as DeepSeek publishes V4.1, and return its text model.
 
@@ -53,9 +66,11 @@ def load(
         dequantize: make e4m3 and MXFP4 weights floating. Without it they stay as they are stored.
         quantize_input: round inputs of quantised weights to mxfp8, as DeepSeek's own kernels do.
         token_map: int32 `[vocab_size]`, compressed ids of tokens (None = from the folder's tokenizer).
+        mesh, expert_layout, collectives, rank_timeout: see `split`. A rank reads its part of the weights alone.
 
     Raises, before anything is allocated: E209 for a folder that is incomplete or damaged, E205 for other models, E207
-    for tensors that do not fit the configuration, E210 if the weights do not fit into the device's memory.
+    for tensors that do not fit the configuration, E210 if the weights do not fit into the device's memory, and with a
+    mesh E701, E702 and E302 as `split` does.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     floats = (torch.bfloat16, torch.float16, torch.float32)
@@ -65,6 +80,13 @@ def load(
     config = placement.config
     with torch.device("meta"):
         model = V41Model(config, dtype, quantised=not dequantize, quantize_input=quantize_input and not dequantize)
+    parameters = dict(model.named_parameters())
+    pieces: Iterable[Piece] = (piece for tensor in placement.matched for piece in _pieces(tensor, parameters))
+    if mesh is not None:
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        ranks = ready_ranks(mesh, collectives, target)
+        pieces = list(rank_pieces(pieces, shapes, lambda name: split_of(name, expert_layout), ranks))
+        keep_part(model, ranks, expert_layout, quantised=True)
     table = folder_token_map(checkpoint.folder, config) if token_map is None else token_map
     good = table.dtype is torch.int32 and tuple(table.shape) == (config.vocab_size,)
     check(good, "E201", got=f"token_map {table.dtype} {list(table.shape)}", rule=f"int32 [{config.vocab_size}]")
@@ -76,12 +98,15 @@ def load(
             if parameter is not None:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=target)
                 module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
-    _fill(model, placement, checkpoint, target)
+    _fill(model, pieces, placement, checkpoint, target)
     model.token_map.copy_(table)
     for module in model.modules():
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = buffer.to(target)
+    if mesh is not None:
+        facts = {"expert_layout": expert_layout, "dtype": dtype, "dequantize": dequantize}
+        watch(model, {**facts, "quantize_input": quantize_input}, rank_timeout)
     return model
 
 
@@ -138,51 +163,50 @@ def folder_token_map(folder: Path, config: V41Config) -> Tensor:
     )
 
 
-def _fill(model: V41Model, placement: V41Placement, checkpoint: Checkpoint, device: torch.device) -> None:
-    """Read stored tensors into their places: in threads where no value changes, else one after the other."""
+def _pieces(tensor: Found, parameters: Mapping[str, Tensor]) -> Iterator[Piece]:
+    """Yield the pieces of a tensor in a whole model: weight and scales, or a weight that is dequantised with them."""
+    expected, scale = tensor.expected, tensor.scale
+    expert: Index = () if expected.expert is None else (expected.expert,)
+    into = expert if expected.rows is None else (*expert, slice(*expected.rows))
+    if scale is None or expected.parameter_scale not in parameters:
+        yield Piece(tensor.weight, expected.parameter, into, scale=scale)
+        return
+    yield Piece(tensor.weight, expected.parameter, into)
+    if expected.rows is not None and expected.storage == E4M3:
+        into = (*expert, slice(*(row // MX_TILE for row in expected.rows)))
+    yield Piece(scale, expected.parameter_scale, into)
+
+
+def _fill(
+    model: V41Model, pieces: Iterable[Piece], placement: V41Placement, checkpoint: Checkpoint, device: torch.device
+) -> None:
+    """Read pieces into their places: in threads where no value changes, else one after the other."""
     parameters = dict(model.named_parameters())
     direct: list[Piece] = []
-    changed: list[Found] = []
-    for tensor in placement.matched:
-        expected = tensor.expected
-        expert: Index = () if expected.expert is None else (expected.expert,)
-        into = expert if expected.rows is None else (*expert, slice(*expected.rows))
-        quantised = expected.storage not in (BF16, F32)
-        if quantised and expected.parameter_scale not in parameters:
-            changed.append(tensor)
-            continue
-        direct.append(Piece(tensor.weight, expected.parameter, into))
-        if tensor.scale is not None:
-            scale_into = into
-            if expected.rows is not None and expected.storage == E4M3:
-                scale_into = (*expert, slice(*(row // MX_TILE for row in expected.rows)))
-            direct.append(Piece(tensor.scale, expected.parameter_scale, scale_into))
+    changed: list[Piece] = []
+    for piece in pieces:
+        (direct if piece.scale is None else changed).append(piece)
     fill(Placement(model, pieces=direct), checkpoint.sources, device)
     for name, parameter in parameters.items():
         if parameter.dtype is torch.float8_e8m0fnu:
             check_scales(parameter.view(torch.uint8), name)
-    with ExitStack() as files:
-        readers = {source.file: files.enter_context(Reader(source)) for source in _sources(changed, checkpoint)}
-        for tensor in changed:
-            _fill_dequantised(parameters[tensor.expected.parameter], tensor, readers, device)
+    storages = {tensor.weight.name: tensor.expected.storage for tensor in placement.matched}
+    files = {stored.file for piece in changed for stored in (piece.stored, piece.scale) if stored is not None}
+    with ExitStack() as opened:
+        readers = {file: opened.enter_context(Reader(checkpoint.sources[file])) for file in sorted(files)}
+        for piece in changed:
+            _fill_dequantised(parameters[piece.target], piece, storages[piece.stored.name], readers, device)
 
 
-def _sources(changed: list[Found], checkpoint: Checkpoint) -> list[Source]:
-    """Return the files that hold weights and scales of `changed`, each once."""
-    stored = (weight for tensor in changed for weight in (tensor.weight, tensor.scale) if weight is not None)
-    return [checkpoint.sources[file] for file in sorted({weight.file for weight in stored})]
-
-
-def _fill_dequantised(parameter: Tensor, tensor: Found, readers: dict[Path, Reader], device: torch.device) -> None:
-    expected, scale = tensor.expected, tensor.scale
+def _fill_dequantised(
+    parameter: Tensor, piece: Piece, storage: str, readers: dict[Path, Reader], device: torch.device
+) -> None:
+    scale = piece.scale
     assert scale is not None
-    values = readers[tensor.weight.file].read(tensor.weight).to(device)
+    values = readers[piece.stored.file].read(piece.stored).to(device)
     bytes_ = readers[scale.file].read(scale).to(device)
     check_scales(bytes_, str(scale))
-    target = parameter.detach() if expected.expert is None else parameter.detach()[expected.expert]
-    if expected.rows is not None:
-        target = target[slice(*expected.rows)]
-    target.copy_(dequantized(values, bytes_, expected.storage))
+    parameter.detach()[piece.into].copy_(dequantized(values, bytes_, storage)[piece.kept])
 
 
 def dequantized(values: Tensor, scale: Tensor, storage: str) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...modules.linear import linear_fp32
+from ...parallel import Ranks, all_gather, all_reduce
 from .attention import Attention, Selection
 from .cache import V41Caches, V41Format
 from .config import V41Config
@@ -113,7 +114,13 @@ class V41Model(nn.Module):
         quantize_input: inputs of quantised weights are rounded to mxfp8 first, as DeepSeek's own kernels do.
 
     Weights are uninitialised; `load` fills them. `token_map`, int32 `[vocab_size]`, holds the tokens' compressed ids.
+    A rank of a split model, see `split`, has the rows of embedding and head from `first_token` on.
     """
+
+    ranks: Ranks | None = None
+    first_token = 0
+    in_step: Any = None
+    """`hf.model.in_step.InStep` of a split model, which watches the calls of all ranks."""
 
     def __init__(
         self, config: V41Config, dtype: torch.dtype, *, quantised: bool = False, quantize_input: bool = False
@@ -122,6 +129,7 @@ class V41Model(nn.Module):
         options = WeightOptions(dtype, quantised=quantised, quantize_input=quantize_input)
         self.config, self.dtype = config, dtype
         self.window, self.image_token, self.streams = config.sliding_window, config.image_token_id, config.hc_mult
+        self.vocab = config.vocab_size
         self.engram_layers = config.engram_layers
         self.embed = Linear(config.vocab_size, config.hidden_size, dtype)
         self.layers = nn.ModuleList(Layer(config, i, options) for i in range(config.num_layers))
@@ -162,7 +170,7 @@ class V41Model(nn.Module):
         if last is not None:
             streams, pre = streams[last], pre[last]
         hidden = torch.ops.dsv4.mhc_collapse(streams, pre, self.norm.weight, self.norm.eps)
-        return linear_fp32(hidden, self.head.weight)
+        return all_gather(linear_fp32(hidden, self.head.weight), self.ranks)
 
     def encode(self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> None:
         """Write what later tokens need of a prompt before its tail: layers up to the insertion of the last source."""
@@ -197,11 +205,20 @@ class V41Model(nn.Module):
         """Return streams and pre before the first layer, the rows of engrams, and the step."""
         sizes = {"window": self.window, "image_token": self.image_token}
         step = make_step(ids, positions, requests, caches, **sizes)
-        known = torch.where((ids >= 0) & (ids < self.embed.weight.shape[0]), ids, 0)
+        known = torch.where((ids >= 0) & (ids < self.vocab), ids, 0)
         rows = self.engram_rows(known, step, caches)
-        embedded = nn.functional.embedding(known, self.embed.weight)
+        embedded = self._embedded(known)
         streams = embedded[:, None].expand(-1, self.streams, -1).contiguous()
         return streams, self.first_pre(streams), rows, step
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Return the embeddings `[T, D]` of ids of the vocabulary."""
+        if self.ranks is None:
+            return nn.functional.embedding(ids, self.embed.weight)
+        local = ids - self.first_token
+        known = (local >= 0) & (local < self.embed.weight.shape[0])
+        rows = nn.functional.embedding(torch.where(known, local, 0), self.embed.weight)
+        return all_reduce(torch.where(known[:, None], rows, 0), self.ranks)
 
     def first_pre(self, streams: Tensor) -> Tensor:
         """Return float32 `[T, N]`: before the first layer the first stream alone is taken."""

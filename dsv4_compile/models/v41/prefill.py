@@ -13,6 +13,7 @@ The last source itself inserts window rows, entries and keys of all tokens in ev
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from ...sizes import check_optional_size
 from .cache import V41Caches
 from .config import V41Config
 from .model import V41Model
+from .ranks import same_on_ranks, step_of_ranks
 from .step import Tail
 
 MODES = ("full", "tail", "replay")
@@ -109,23 +111,34 @@ def prefill(
         forward: called in place of the model for steps that run all layers, such as a compiled one.
 
     Raises E204 for prompts that do not fit the caches, E201 for ids outside the vocabulary, and E208 for image tokens.
+    All ranks of a split model make the same call, E702 on all of them otherwise.
     """
-    tail = tail_length(model.config, mode)
-    size = min(check_optional_size("chunk", chunk) or caches.max_step_tokens, caches.max_step_tokens)
-    checked = check_prompts(model.config, caches, prompts, requests, starts)
+    with same_on_ranks(model, "prefill") as facts:
+        tail = tail_length(model.config, mode)
+        size = min(check_optional_size("chunk", chunk) or caches.max_step_tokens, caches.max_step_tokens)
+        checked = check_prompts(model.config, caches, prompts, requests, starts)
+        facts |= facts_of(checked) | {"chunk": size, "mode": mode}
     run, device = model if forward is None else forward, model.device
     logits = torch.empty(len(checked), model.config.vocab_size, device=device)
     for step in chunks_of(checked, size, tail):
         tokens = step.ids.to(device), step.positions.to(device), step.requests.to(device)
         if step.tail is not None and not len(step.tail.rows):
-            model.encode(*tokens, caches)
+            with step_of_ranks(model):
+                model.encode(*tokens, caches)
             continue
         on_device = None if step.tail is None else Tail(step.tail.rows.to(device), step.tail.first.to(device))
         last = torch.tensor([row for _, row in step.ends], dtype=torch.int64).to(device)
-        result = run(*tokens, caches, tail=on_device, last=last)
+        with step_of_ranks(model):
+            result = run(*tokens, caches, tail=on_device, last=last)
         for row, (index, _) in enumerate(step.ends):
             logits[index] = result[row]
     return logits
+
+
+def facts_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return what ranks must have in common of prompts."""
+    digest = zlib.crc32(repr([prompt.ids.tolist() for prompt in prompts]).encode())
+    return {"rows": [(prompt.request, prompt.start, len(prompt.ids)) for prompt in prompts], "tokens": digest}
 
 
 def check_prompts(

@@ -69,10 +69,11 @@ def save_folder(model: V41Model, folder: str | Path, *, tokenizer: str | None = 
         folder: made if it does not exist.
         tokenizer: text of `tokenizer.json` (None = no such file).
 
-    Raises E201 for a model with quantised weights.
+    Raises E201 for a model with quantised weights, E701 for a part of a split one.
     """
     with needs("hf", "saving a folder"):
         from safetensors.torch import save_file
+    check(model.ranks is None, "E701", got="save_folder of a model that is split", fix="save it before")
     path = Path(folder)
     parameters = dict(model.named_parameters())
     quantised = any(parameter.dtype is torch.float8_e4m3fn for parameter in parameters.values())

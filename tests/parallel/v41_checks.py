@@ -1,0 +1,133 @@
+"""Not a test: properties of a DeepSeek-V4.1 that is split over ranks, which each rank checks in a separate process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.errors import RankError
+from dsv4_compile.models import v41
+from dsv4_compile.models.v41.splitting import split_of
+from dsv4_compile.models.v41.tiny import tiny_model
+from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, gather_objects
+from dsv4_compile.parallel.collectives import first_object
+from dsv4_compile.parallel.split import part_of
+from tests.hf.small import close
+from tests.models.v41.test_loading import tokenizer
+from tests.parallel.checks import assert_same_bits, fails
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "o_groups": 4,
+    "o_lora_rank": 64,
+    "intermediate_size": 128,
+    "image_token_id": 63,
+}
+"""Four ranks have whole groups and blocks of scales; the rows of the engrams do not divide."""
+PROMPTS = [torch.arange(3, 40) % 61, torch.arange(5) + 7, torch.arange(60, 30, -1)]
+
+
+@functools.cache
+def whole() -> v41.V41Model:
+    """Return a model that this rank has all of."""
+    return tiny_model(**SIZES)
+
+
+@functools.cache
+def divided(mesh: Any, expert_layout: str = "experts") -> v41.V41Model:
+    """Return this rank's part of the same model."""
+    return v41.split(copy.deepcopy(whole()), mesh=mesh, expert_layout=expert_layout)
+
+
+def generated(model: v41.V41Model, **options: Any) -> list[list[int]]:
+    """Return 8 tokens for three prompts, in exact caches."""
+    defaults: dict[str, Any] = {"max_new_tokens": 8, "stop": [], "cache_format": v41.V41Format.plain()}
+    return v41.generate(model, PROMPTS, **defaults | options)
+
+
+def prompt_logits(model: v41.V41Model) -> tuple[Tensor, list[Tensor]]:
+    """Return the logits of the last tokens of the prompts in chunks, and all caches."""
+    caches = model.new_caches(max_batch_size=3, max_seq_len=64, cache_format=v41.V41Format.plain())
+    return v41.prefill(model, PROMPTS, caches, chunk=11), caches.tensors()
+
+
+def v41_gives_what_one_process_gives(mesh: Any) -> None:
+    ranks = Ranks.of(mesh)
+    want = first_object((prompt_logits(whole()), generated(whole())) if ranks.rank == 0 else None, ranks)
+    for layout in EXPERT_LAYOUTS:
+        model = divided(mesh, layout)
+        logits, caches = prompt_logits(model)
+        close(logits, want[0][0])
+        assert generated(model) == generated(model, chunk=7) == want[1]
+        assert_same_bits(torch.cat([logits.flatten(), *(tensor.flatten().float() for tensor in caches)]), mesh)
+        assert len({*map(str, gather_objects(generated(model, temperature=1.0, seed=3), ranks))}) == 1
+
+
+def v41_compiles_to_one_graph_on_a_rank(mesh: Any) -> None:
+    model = divided(mesh)
+    step = torch.compile(model, fullgraph=True, dynamic=True, backend="dsv4")
+    with torch._inductor.config.patch(fallback_by_default=True):
+        assert generated(model, decode=step) == generated(model)
+
+
+def v41_a_rank_reads_its_part_of_a_folder(mesh: Any) -> None:
+    ranks = Ranks.of(mesh)
+    folder = Path(first_object(tempfile.mkdtemp() if ranks.rank == 0 else None, ranks))
+    if ranks.rank == 0:
+        v41.save_folder(whole(), folder, tokenizer=tokenizer())
+    gather_objects(None, ranks)  # the files are there
+    for options in ({}, {"dequantize": True, "dtype": torch.float32}):
+        full = v41.load(folder, device="cpu", **options)
+        for layout in EXPERT_LAYOUTS:
+            part = v41.load(folder, device="cpu", mesh=mesh, expert_layout=layout, **options)
+            for (name, parameter), wanted in zip(part.named_parameters(), full.parameters(), strict=True):
+                expected = part_of(wanted, split_of(name, layout), ranks, ragged="engram.embed" in name)
+                assert parameter.shape == expected.shape, name
+                assert torch.equal(parameter.view(torch.uint8), expected.contiguous().view(torch.uint8)), name
+            if options:
+                assert generated(part) == generated(full), layout
+            size = sum(parameter.nbytes for parameter in part.parameters())
+            assert size < 0.8 * sum(parameter.nbytes for parameter in full.parameters())
+
+
+def v41_calls_that_ranks_make_differently_are_errors(mesh: Any) -> None:
+    ranks = Ranks.of(mesh)
+    model, mine = divided(mesh), ranks.rank == 0
+    with fails("E702", "max_new_tokens"):
+        generated(model, max_new_tokens=4 + mine)
+    with fails("E702", "tokens"):
+        v41.generate(model, [[1, 2, 3 + mine]], max_new_tokens=2)
+    with fails("E702", "E201"):  # one rank alone
+        v41.generate(model, [[1, 2, 64 if mine else 3]], max_new_tokens=2)
+    with fails("E702"):
+        v41.split(copy.deepcopy(whole()), mesh=mesh, expert_layout="rows" if mine else "experts")
+    with fails("E702", "bits of weights"):
+        other = copy.deepcopy(whole())
+        other.layers[0].attn.wkv.weight.add_(int(mine))
+        v41.split(other, mesh=mesh)
+    assert generated(model) == generated(divided(mesh))  # ranks still agree
+
+
+def v41_what_a_part_cannot_do_is_an_error(mesh: Any) -> None:
+    with fails("E701", "output groups"):
+        v41.split(tiny_model(**SIZES | {"o_groups": 1}), mesh=mesh)
+    with fails("E701", "split already"):
+        v41.split(divided(mesh), mesh=mesh)
+    with fails("E701", "expert_layout"):
+        v41.split(copy.deepcopy(whole()), mesh=mesh, expert_layout="columns")
+    with fails("E701", "save_folder"):
+        v41.save_folder(divided(mesh), Path("nowhere"))
+    try:
+        v41.split(copy.deepcopy(whole()), mesh=mesh, collectives="symmetric")
+    except RankError as fault:
+        raise AssertionError from fault
+    except Exception as fault:
+        assert "E302" in str(fault)
+    else:
+        raise AssertionError("symmetric memory on a CPU")
