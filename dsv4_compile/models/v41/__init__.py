@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .cache import V41Caches, V41Format
+from .compiled import CompiledSteps, compile
 from .config import V41Config
 from .generate import generate
 from .model import V41Model
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
     from .splitting import split as split
 
 __all__ = [
+    "CompiledSteps",
     "Tail",
     "V41Caches",
     "V41Config",
     "V41Format",
     "V41Model",
+    "compile",
     "generate",
     "load",
     "prefill",

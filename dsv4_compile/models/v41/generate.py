@@ -13,8 +13,9 @@ from ...errors import check, needs
 from ...layout import PAD_INDEX
 from ...sizes import check_size
 from .cache import V41Caches, V41Format
+from .compiled import CompiledSteps
 from .model import V41Model
-from .prefill import check_prompts, prefill
+from .prefill import LEAST_ROWS, check_prompts, prefill
 from .ranks import same_on_ranks, step_of_ranks
 
 
@@ -43,8 +44,9 @@ def generate(
         temperature: 0 chooses the likeliest token; top_k, top_p: as in transformers. Request i draws from `seed + i`,
             so a request's tokens do not depend on the others.
         stop: ids that end a request (None = those of the configuration).
-        caches: for at least these requests and lengths; None allocates them, in `cache_format`.
-        chunk, mode, forward: see `prefill`. decode: called in place of the model for steps of one token a request.
+        caches: for at least these requests and lengths; None takes those of compiled steps, else allocates them, in
+            `cache_format`.
+        chunk, mode, forward: see `prefill`. decode: called for steps of one token a request (None = as `forward`).
 
     Raises as `prefill` does, and E211 for logits without a finite largest one.
     """
@@ -57,13 +59,15 @@ def generate(
         facts |= {"max_new_tokens": new, "sampling": repr(settings), "stop": sorted(stops), "prompts": len(prompts)}
         if not prompts:
             return []
+        if caches is None and isinstance(forward, CompiledSteps):
+            caches = forward.caches
         if caches is None:
             longest = max(len(prompt) for prompt in prompts)
             caches = model.new_caches(
                 max_batch_size=len(prompts), max_seq_len=longest + new, max_step_tokens=chunk, cache_format=cache_format
             )
         checked = check_prompts(model.config, caches, prompts, None, None, more=new)
-    run = model if decode is None else decode
+    run = next(step for step in (decode, forward, model) if step is not None)  # a compiled model has no truth value
     logits = prefill(model, prompts, caches, chunk=chunk, mode=mode, forward=forward)
     lengths, tokens = [len(prompt.ids) for prompt in checked], [list[int]() for _ in prompts]
     live = [True] * len(prompts)
@@ -80,9 +84,12 @@ def generate(
             break
         positions = [lengths[i] + step if live[i] else PAD_INDEX for i in range(len(prompts))]
         requests = [i if live[i] else PAD_INDEX for i in range(len(prompts))]
-        inputs = [torch.tensor(values).to(device) for values in (chosen, positions, requests)]
+        missing = [PAD_INDEX] * (LEAST_ROWS - len(prompts))
+        rows = (chosen + missing, positions + missing, requests + missing)
+        inputs = [torch.tensor(values).to(device) for values in rows]
+        last = torch.arange(len(inputs[0])).to(device)
         with step_of_ranks(model):
-            logits = run(*inputs, caches)
+            logits = run(*inputs, caches, last=last)[: len(prompts)]
     with same_on_ranks(model, "the end of generate") as facts:
         facts["chosen"] = zlib.crc32(repr(tokens).encode())
     return tokens

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...errors import check
+from ...layout import PAD_INDEX
 from ...sizes import check_optional_size
 from .cache import V41Caches
 from .config import V41Config
@@ -29,6 +30,8 @@ from .ranks import same_on_ranks, step_of_ranks
 from .step import Tail
 
 MODES = ("full", "tail", "replay")
+LEAST_ROWS = 2
+"""Fewest tokens of a step, of its tail, and of its logits, with padding: a size of 1 is a graph of torch.compile."""
 
 
 def tail_length(config: V41Config, mode: str) -> int | None:
@@ -88,6 +91,23 @@ def chunks_of(prompts: Sequence[Prompt], chunk: int, tail: int | None) -> Iterat
         yield Chunk(torch.cat(ids), torch.cat(positions), torch.cat(requests), on_tail, ends)
 
 
+def _padded(step: Chunk) -> Chunk:
+    """Return a step with at least two tokens, and two of its tail if it has one."""
+    short = len(step.ids) < LEAST_ROWS or (step.tail is not None and len(step.tail.rows) == 1)
+    if not short:
+        return step
+    ids, positions, requests = (
+        torch.nn.functional.pad(values, (0, 1), value=value)
+        for values, value in ((step.ids, 0), (step.positions, PAD_INDEX), (step.requests, PAD_INDEX))
+    )
+    tail = step.tail
+    if tail is not None and len(tail.rows):
+        tail = Tail(
+            torch.nn.functional.pad(tail.rows, (0, 1), value=len(step.ids)), torch.nn.functional.pad(tail.first, (0, 1))
+        )
+    return Chunk(ids, positions, requests, tail, step.ends)
+
+
 @torch.no_grad()
 def prefill(
     model: V41Model,
@@ -108,7 +128,7 @@ def prefill(
         starts: tokens that each request already has in the caches (None = 0).
         chunk: most tokens of a request in one step (None = `caches.max_step_tokens`).
         mode: see the module.
-        forward: called in place of the model for steps that run all layers, such as a compiled one.
+        forward: called in place of the model, such as what `compile` returns.
 
     Raises E204 for prompts that do not fit the caches, E201 for ids outside the vocabulary, and E208 for image tokens.
     All ranks of a split model make the same call, E702 on all of them otherwise.
@@ -119,15 +139,17 @@ def prefill(
         checked = check_prompts(model.config, caches, prompts, requests, starts)
         facts |= facts_of(checked) | {"chunk": size, "mode": mode}
     run, device = model if forward is None else forward, model.device
+    encode = getattr(run, "encode", model.encode)
     logits = torch.empty(len(checked), model.config.vocab_size, device=device)
-    for step in chunks_of(checked, size, tail):
+    for step in map(_padded, chunks_of(checked, size, tail)):
         tokens = step.ids.to(device), step.positions.to(device), step.requests.to(device)
         if step.tail is not None and not len(step.tail.rows):
             with step_of_ranks(model):
-                model.encode(*tokens, caches)
+                encode(*tokens, caches)
             continue
         on_device = None if step.tail is None else Tail(step.tail.rows.to(device), step.tail.first.to(device))
-        last = torch.tensor([row for _, row in step.ends], dtype=torch.int64).to(device)
+        rows = [row for _, row in step.ends]
+        last = torch.tensor(rows + [0] * (LEAST_ROWS - len(rows)), dtype=torch.int64).to(device)
         with step_of_ranks(model):
             result = run(*tokens, caches, tail=on_device, last=last)
         for row, (index, _) in enumerate(step.ends):

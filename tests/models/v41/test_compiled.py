@@ -73,4 +73,4 @@ def test_a_compiled_tail_of_a_prompt_is_the_eager_one(model: V41Model) -> None:
     got = prefill(model, prompts, caches_of(model), chunk=20, forward=compiled)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
     tokens = generate(model, prompts, **options, caches=caches_of(model))
-    assert generate(model, prompts, **options, caches=caches_of(model), forward=compiled) == tokens
+    assert generate(model, prompts, **options, caches=caches_of(model), forward=compiled, decode=model) == tokens

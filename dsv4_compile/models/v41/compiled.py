@@ -1,0 +1,119 @@
+"""A model compiled for one set of caches: all graphs that prompts and decode steps of any size run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import progress
+from ...errors import check
+from ...layout import PAD_INDEX
+from .cache import V41Caches, V41Format
+from .model import V41Model
+from .prefill import LEAST_ROWS
+from .ranks import step_of_ranks
+from .step import Tail
+
+
+class CompiledSteps:
+    """Steps of a model over its `caches`. `compile` makes it; `prefill` and `generate` take it as `forward`.
+
+    It has three graphs: a step, a step of which the layers after the last source run a tail, and `encode`. None of them
+    is compiled again for other numbers of tokens, from two on.
+
+    Attributes:
+        model, caches: what the graphs read and write.
+    """
+
+    def __init__(
+        self, model: V41Model, caches: V41Caches, backend: Any, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.model, self.caches = model, caches
+        settings: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": True}
+        if options is not None:
+            settings["options"] = dict(options)
+        self._forward, self._encode = torch.compile(model, **settings), torch.compile(model.encode, **settings)
+
+    def __call__(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        requests: Tensor,
+        caches: V41Caches,
+        *,
+        tail: Tail | None = None,
+        last: Tensor | None = None,
+    ) -> Tensor:
+        """Return what `V41Model.forward` returns. Raises E208 for other caches than those that it was compiled for."""
+        self._check(caches)
+        if last is None:
+            last = torch.arange(len(ids) if tail is None else len(tail.rows), device=ids.device)
+        logits: Tensor = self._forward(ids, positions, requests, caches, tail=tail, last=last)
+        return logits
+
+    def encode(self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> None:
+        """Do what `V41Model.encode` does. Raises E208 for other caches than those that it was compiled for."""
+        self._check(caches)
+        self._encode(ids, positions, requests, caches)
+
+    def _check(self, caches: V41Caches) -> None:
+        check(
+            caches is self.caches,
+            "E208",
+            got="other caches than those that the steps were compiled for",
+            fix="pass steps.caches, or compile for these",
+        )
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compile all graphs, with progress, by steps of padding, which write nothing."""
+        device = self.model.device
+        # Sizes that are equal here would be one symbol in a graph, and equal in all of its calls.
+        tokens, in_tail, with_logits = LEAST_ROWS + 2, LEAST_ROWS + 1, LEAST_ROWS
+        padding = torch.full((tokens,), PAD_INDEX, dtype=torch.int64)
+        inputs = torch.zeros_like(padding).to(device), padding.to(device), padding.clone().to(device)
+        rows = torch.arange(in_tail)
+        tail, last = Tail(rows.to(device), torch.zeros_like(rows).to(device)), torch.arange(with_logits).to(device)
+        has_tail = self.model.config.last_source < self.model.config.num_layers
+        with progress.stage("compile", 3 if has_tail else 1) as stage, step_of_ranks(self.model):
+            stage.note("steps")
+            self(*inputs, self.caches, last=last)
+            if has_tail:
+                stage.advance("tail of prompts")
+                self(*inputs, self.caches, tail=tail, last=last)
+                stage.advance("prompts before it")
+                self.encode(*inputs, self.caches)
+            stage.advance()
+
+
+def compile(
+    model: V41Model,
+    *,
+    caches: V41Caches | None = None,
+    cache_format: V41Format | None = None,
+    backend: Any = "dsv4",
+    options: Mapping[str, Any] | None = None,
+    **sizes: Any,
+) -> CompiledSteps:
+    """Compile all graphs of a model before its first request, with progress.
+
+        steps = v41.compile(model, max_batch_size=8, max_seq_len=4096, max_step_tokens=512)
+        tokens = v41.generate(model, prompts, max_new_tokens=64, forward=steps)
+
+    Args:
+        caches: to compile for (None = new ones, in `cache_format`, of `sizes` as `V41Caches` takes them).
+        backend, options: of `torch.compile`.
+
+    Raises E204 for sizes and E210 for caches that do not fit, both without `caches`; E201 for sizes with `caches`.
+    """
+    if caches is None:
+        caches = model.new_caches(cache_format=cache_format, **sizes)
+    else:
+        extra = [*sizes, *(["cache_format"] if cache_format is not None else [])]
+        check(not extra, "E201", got=f"caches and {', '.join(extra)}", rule="caches have their sizes and format")
+    steps = CompiledSteps(model, caches, backend, options)
+    steps.warm_up()
+    return steps
