@@ -24,7 +24,7 @@ from ...errors import check, fail
 from ...layout import MX_TILE, WEIGHT_TILE
 from ...parallel import Ranks, agreement, all_gather, all_reduce, host_waits, peers, symmetric, watchdog
 from ...parallel.collectives import first_object
-from ...parallel.split import Whole, attention_sizes, check_divides, check_layout, part_of, split_of
+from ...parallel.split import Split, Whole, attention_sizes, check_divides, check_layout, part_of, split_of
 from ...reference.moe.expert_weights import weight_format
 from ...runtime import groups
 from .call_facts import fact, generation_facts
@@ -201,23 +201,9 @@ def split(model: Any, ranks: Ranks, expert_layout: str, options: Mapping[str, An
         check_layout(expert_layout)
         check_divides(sizes(model, expert_layout), ranks)
     device = model.lm_head.weight.device
-    named = dict(model.named_parameters())
-    unsplit = [parameter for name, parameter in named.items() if split_of(name, expert_layout) is None]
-    agreement.check_agree(
-        "convert",
-        {
-            **options,
-            "expert_layout": expert_layout,
-            "configuration": model.config.to_json_string(),
-            "versions": [f"{name} {version(name)}" for name in ("torch", "transformers", "dsv4_compile")],
-            "python": platform.python_version(),
-            "CPU": torch.backends.cpu.get_cpu_capability(),
-            "device": f"{device.type} {device_architecture(device)}",
-            "dtypes": sorted({str(parameter.dtype) for parameter in named.values()}),
-            "bits of weights that all ranks have": agreement.digest(*unsplit),
-        },
-        ranks,
-    )
+    facts = {**options, "expert_layout": expert_layout, "configuration": model.config.to_json_string()}
+    facts |= facts_of_weights(model, lambda name: split_of(name, expert_layout), device)
+    agreement.check_agree("convert", facts, ranks)
     if not has_part:
         keep_part(model, ranks, expert_layout)
     in_step = InStep(ranks, device, options["rank_timeout"])
@@ -226,6 +212,22 @@ def split(model: Any, ranks: Ranks, expert_layout: str, options: Mapping[str, An
     embedding.ranks = head.ranks = ranks
     embedding.first = ranks.part(model.config.vocab_size)[0]
     return in_step
+
+
+def facts_of_weights(
+    model: nn.Module, rule: Callable[[str], Split | None], device: torch.device, *more: Tensor
+) -> dict[str, Any]:
+    """Return what ranks have in common: machine, versions, and the weights that `rule` does not split, with `more`."""
+    named = dict(model.named_parameters())
+    unsplit = [parameter for name, parameter in named.items() if rule(name) is None]
+    return {
+        "versions": [f"{name} {version(name)}" for name in ("torch", "transformers", "dsv4_compile")],
+        "python": platform.python_version(),
+        "CPU": torch.backends.cpu.get_cpu_capability(),
+        "device": f"{device.type} {device_architecture(device)}",
+        "dtypes": sorted({str(parameter.dtype) for parameter in named.values()}),
+        "bits of weights that all ranks have": agreement.digest(*unsplit, *more),
+    }
 
 
 def place_experts(model: Any, ranks: Ranks, expert_layout: str) -> None:

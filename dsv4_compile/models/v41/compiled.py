@@ -21,7 +21,7 @@ from .step import Tail
 class CompiledSteps:
     """Steps of a model over its `caches`. `compile` makes it; `prefill` and `generate` take it as `forward`.
 
-    It has three graphs: a step, a step of which the layers after the last source run a tail, and `encode`. None of them
+    It has three graphs: a step, a step that runs the layers after the last source on a tail alone, and `encode`. None
     is compiled again for other numbers of tokens, from two on.
 
     Attributes:

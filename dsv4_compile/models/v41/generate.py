@@ -87,9 +87,8 @@ def generate(
         missing = [PAD_INDEX] * (LEAST_ROWS - len(prompts))
         rows = (chosen + missing, positions + missing, requests + missing)
         inputs = [torch.tensor(values).to(device) for values in rows]
-        last = torch.arange(len(inputs[0])).to(device)
         with step_of_ranks(model):
-            logits = run(*inputs, caches, last=last)[: len(prompts)]
+            logits = run(*inputs, caches)[: len(prompts)]
     with same_on_ranks(model, "the end of generate") as facts:
         facts["chosen"] = zlib.crc32(repr(tokens).encode())
     return tokens

@@ -14,16 +14,14 @@ two all-reduces, one with an engram a third, and a gather.
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
 from ...errors import check
 from ...hf.model.in_step import InStep
+from ...hf.model.split import facts_of_weights, with_collectives
 from ...hf.model.split import on_all_ranks as on_all_ranks
-from ...hf.model.split import with_collectives
 from ...layout import MX_TILE
 from ...parallel import Ranks, agreement, watchdog
 from ...parallel.split import Split, Whole, check_divides, check_layout, part_of
@@ -115,19 +113,10 @@ def watch(model: V41Model, facts: Mapping[str, Any], rank_timeout: float) -> Non
     """
     ranks = model.ranks
     assert ranks is not None
-    whole = [parameter for name, parameter in model.named_parameters() if split_of(name, "experts") is None]
     model.in_step = InStep(ranks, model.device, rank_timeout)
-    agreement.check_agree(
-        "v41.load",
-        {
-            **facts,
-            "configuration": repr(model.config),
-            "versions": [f"{name} {version(name)}" for name in ("torch", "dsv4_compile")],
-            "python": platform.python_version(),
-            "bits of weights that all ranks have": agreement.digest(*whole, model.token_map),
-        },
-        ranks,
-    )
+    # Both layouts of experts split the same parameters.
+    shared = facts_of_weights(model, lambda name: split_of(name, "experts"), model.device, model.token_map)
+    agreement.check_agree("v41.load", {**facts, "configuration": repr(model.config), **shared}, ranks)
 
 
 @on_all_ranks
