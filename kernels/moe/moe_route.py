@@ -4,11 +4,12 @@ The last CTA chooses for one token; for more it would choose for a whole block a
 for each token. CTAs share a block of BLOCK_T tokens out by experts and, for few tokens, by chunks of D. Logits are the
 sum of eight chunks in a fixed order, whoever computes them, and a choice looks at one token alone: a token is routed by
 the same bits in a batch of any size. A float32 gate is multiplied as three bfloat16 terms, which is exact.
+`moe_route_images` differs in the choice alone: logits are divided by a temperature, and image tokens have their bias.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -77,7 +78,16 @@ class Shape(NamedTuple):
     parts: int
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["p_token_ids"])
+class Images(NamedTuple):
+    """Bias of image tokens `[E]` float32 in a kernel, strides of it and of the flags, and divisor of all logits."""
+
+    p_bias: Any
+    bias_stride: Any
+    flag_stride: Any
+    temperature: Any
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["p_token_ids", "p_is_image"])
 def moe_route_kernel(
     results,  # ids [T, K] int32 and weights [T, K] float32, contiguous
     p_logits,  # [parts, T, E] float32, contiguous
@@ -87,9 +97,11 @@ def moe_route_kernel(
     p_bias,  # [E] float32 or None
     p_token_ids,  # [T] int or None
     p_tid2eid,  # [V, K] int or None
+    p_is_image,  # [T] bool or None
     x_strides,
     gate_strides,
     strides,  # of the bias, the token ids, and rows and columns of the table, in one flat tuple
+    images,  # `Images` or None
     tokens,
     rows,
     scale,
@@ -129,17 +141,19 @@ def moe_route_kernel(
     if CHOOSES:
         last = arrive(p_arrived) == TILES * PARTS - 1
         if last:
-            chosen_by = p_bias, p_token_ids, p_tid2eid
-            _choose(results, p_logits, chosen_by, strides, block, tokens, rows, scale, SHAPE)
+            chosen_by = p_bias, p_token_ids, p_tid2eid, p_is_image
+            _choose(results, p_logits, chosen_by, strides, images, block, tokens, rows, scale, SHAPE)
             tl.store(p_arrived, 0)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["p_token_ids"])
+@triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["p_token_ids", "p_is_image"])
 def moe_choose_kernel(
     tensors,  # ids, weights, logits and bias, as for moe_route_kernel
     p_token_ids,
     p_tid2eid,
+    p_is_image,
     strides,
+    images,
     tokens,
     rows,
     scale,
@@ -149,18 +163,32 @@ def moe_choose_kernel(
     """Choose and weigh the experts of one token."""
     pdl_prologue(PDL)
     p_ids, p_weights, p_logits, p_bias = tensors
-    chosen_by = p_bias, p_token_ids, p_tid2eid
-    _choose((p_ids, p_weights), p_logits, chosen_by, strides, tl.program_id(0), tokens, rows, scale, SHAPE)
+    chosen_by = p_bias, p_token_ids, p_tid2eid, p_is_image
+    _choose((p_ids, p_weights), p_logits, chosen_by, strides, images, tl.program_id(0), tokens, rows, scale, SHAPE)
 
 
 @triton.jit
-def _choose(results, p_logits, chosen_by, strides, token, tokens, rows, scale, SHAPE: tl.constexpr):
+def _bias(p_bias, stride, p_is_image, images, token, o_e, E: tl.constexpr):
+    """Load the bias of a token, or of an image token."""
+    inside = o_e < E
+    if p_is_image is None:
+        bias = tl.load(p_bias + o_e * stride, inside, 0.0)
+    else:
+        is_image = tl.load(p_is_image + token * images.flag_stride) != 0
+        bias = tl.load(p_bias + o_e * stride, inside & (is_image == 0), 0.0)
+        bias += tl.load(images.p_bias + o_e * images.bias_stride, inside & is_image, 0.0)
+    return bias
+
+
+@triton.jit
+def _choose(results, p_logits, chosen_by, strides, images, token, tokens, rows, scale, SHAPE: tl.constexpr):
     """Choose and weigh the experts of one token.
 
-    `chosen_by`: the bias, or the token ids and the table; `strides` are theirs, `rows` the rows of the table.
+    `chosen_by`: the bias, or the token ids and the table, or the bias and the flags of image tokens; `strides` are
+    those of the first three, `rows` the rows of the table.
     """
     p_ids, p_weights = results
-    p_bias, p_token_ids, p_tid2eid = chosen_by
+    p_bias, p_token_ids, p_tid2eid, p_is_image = chosen_by
     bias_stride, token_stride, row_stride, column_stride = strides
     E: tl.constexpr = SHAPE.experts
     K: tl.constexpr = SHAPE.chosen
@@ -173,11 +201,13 @@ def _choose(results, p_logits, chosen_by, strides, token, tokens, rows, scale, S
     for part in tl.static_range(PARTS):
         p_row = p_logits + (part * tokens.to(tl.int64) + token) * E
         logits += tl.load(p_row + o_e, o_e < E, 0.0, cache_modifier=".cg")
+    if images is not None:
+        logits = tl.div_rn(logits, images.temperature)
     scores = tl.sqrt_rn(_softplus(logits))
     if p_tid2eid is None:
         order = scores
         if p_bias is not None:
-            order += tl.load(p_bias + o_e * bias_stride, o_e < E, 0.0)
+            order += _bias(p_bias, bias_stride, p_is_image, images, token, o_e, E)
         keys = tl.where(o_e < E, _order_key(order), LOWEST)
     else:
         id_ = tl.load(p_token_ids + token * token_stride).to(tl.int64)
@@ -228,6 +258,37 @@ def moe_route(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Choose and weigh experts. Ids are the reference's where scores differ by more than float32 sums may."""
+    return _route(x, gate, bias, (token_ids, tid2eid), None, top_k, scale)
+
+
+def moe_route_images(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    image_bias: Tensor,
+    is_image: Tensor,
+    top_k: int = 6,
+    scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose and weigh experts as `moe_route` does, with a bias of image tokens and a temperature."""
+    strides = image_bias.stride(0), is_image.stride(0)
+    images = Images(image_bias, *strides, float(temperature))
+    return _route(x, gate, bias, (None, None), (is_image, images), top_k, scale)
+
+
+def _route(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None,
+    table: tuple[Tensor | None, Tensor | None],
+    flagged: tuple[Tensor, Images] | None,
+    top_k: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernels, with a table's token ids and rows, or flags of image tokens and what these change."""
+    token_ids, tid2eid = table
+    is_image, images = flagged or (None, None)
     (tokens, size), experts = x.shape, gate.shape[0]
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=x.device)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=x.device)
@@ -254,9 +315,11 @@ def moe_route(
         bias,
         token_ids,
         tid2eid,
+        is_image,
         x.stride(),
         gate.stride(),
         strides,
+        images,
         *sizes,
         D=size,
         SHAPE=shape,
@@ -276,7 +339,9 @@ def moe_route(
             (ids, weights, logits, bias),
             token_ids,
             tid2eid,
+            is_image,
             strides,
+            images,
             *sizes,
             SHAPE=shape,
             num_warps=1,
@@ -302,3 +367,17 @@ def why_unsupported_moe_route(
     if gate.shape[0] > MOST_EXPERTS or top_k > MOST_CHOSEN:
         return f"the kernel chooses up to {MOST_CHOSEN} of {MOST_EXPERTS} experts, not {top_k} of {gate.shape[0]}"
     return "D is 0, it must be at least 1" if gate.shape[1] == 0 else ""
+
+
+def why_unsupported_moe_route_images(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    image_bias: Tensor,
+    is_image: Tensor,
+    top_k: int = 6,
+    scale: float = 1.0,
+    temperature: float = 1.0,
+) -> str:
+    """Return why a call cannot use the kernel, "" if it can."""
+    return why_unsupported_moe_route(x, gate, bias, None, None, top_k)

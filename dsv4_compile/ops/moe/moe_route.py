@@ -129,7 +129,8 @@ moe_route_images = define(
     reference=reference.moe_route_images,
     fake=_fake_images,
     check=_check_images,
-    lowering=Traced(),
+    kernel="dsv4_compile.kernels.moe.moe_route",
+    lowering=Traced(yields="IR is a GEMM, a sort and two kernels, the kernel one launch"),
     cost=CostModel(
         lambda T, D, N, K, e=2: (
             e * D * (T + N) + T + 2 * FLOAT32 * N + T * K * (INT32 + FLOAT32),
