@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,6 +171,12 @@ class V41Caches:
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step writes."""
         return _tensors(self.windows, self.sources, self.histories)
+
+    def named(self) -> dict[str, Any]:
+        """Return every tensor that a step reads or writes, nested in mappings and sequences by name."""
+        written = {"windows": self.windows, "sources": self.sources, "histories": self.histories}
+        tables = {"window_table": self.window_table, "entry_tables": self.entry_tables}
+        return {**written, **tables, "rope_tables": self.rope_tables}
 
     @property
     def nbytes(self) -> int:

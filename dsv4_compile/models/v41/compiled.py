@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ... import progress
 from ...errors import check
 from ...layout import PAD_INDEX
 from .cache import V41Caches, V41Format
+from .captured import GRAPHS, CapturedSteps
 from .model import V41Model
 from .prefill import LEAST_ROWS
 from .ranks import step_of_ranks
@@ -26,16 +27,33 @@ class CompiledSteps:
 
     Attributes:
         model, caches: what the graphs read and write.
+        captured: CUDA graphs of small steps, such as those of `generate` after a prompt, or None.
     """
 
     def __init__(
-        self, model: V41Model, caches: V41Caches, backend: Any, options: Mapping[str, Any] | None = None
+        self,
+        model: V41Model,
+        caches: V41Caches,
+        backend: Any,
+        options: Mapping[str, Any] | None = None,
+        *,
+        graphs: str = "off",
+        buckets: Collection[int] | None = None,
     ) -> None:
         self.model, self.caches = model, caches
-        settings: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": True}
-        if options is not None:
-            settings["options"] = dict(options)
-        self._forward, self._encode = torch.compile(model, **settings), torch.compile(model.encode, **settings)
+        self._forward: Callable[..., Tensor] = model
+        self._encode: Callable[..., None] = model.encode
+        self._compiles = backend is not None
+        if self._compiles:
+            settings: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": True}
+            if options is not None:
+                settings["options"] = dict(options)
+            self._forward, self._encode = torch.compile(model, **settings), torch.compile(model.encode, **settings)
+        else:
+            check(not options, "E301", got=f"{options=} without a backend", fix='add backend="dsv4"')
+        self.captured: CapturedSteps | None = None
+        if graphs != "off":
+            self.captured = CapturedSteps(model, caches, self._forward, buckets=buckets, graphs=graphs)
 
     def __call__(
         self,
@@ -47,12 +65,21 @@ class CompiledSteps:
         tail: Tail | None = None,
         last: Tensor | None = None,
     ) -> Tensor:
-        """Return what `V41Model.forward` returns. Raises E208 for other caches than those that it was compiled for."""
+        """Return what `V41Model.forward` returns, in memory of the caller.
+
+        A step that has a CUDA graph and no tail replays it, see `CapturedSteps`. Raises E208 for other caches than
+        those that it was compiled for.
+        """
         self._check(caches)
+        captured = self.captured
+        if captured is not None and captured.sealed and tail is None and captured.fits(len(ids)):
+            captured.load(ids, positions, requests)
+            logits, _ = captured.step()
+            return logits.clone() if last is None else logits[last]
         if last is None:
             last = torch.arange(len(ids) if tail is None else len(tail.rows), device=ids.device)
-        logits: Tensor = self._forward(ids, positions, requests, caches, tail=tail, last=last)
-        return logits
+        out: Tensor = self._forward(ids, positions, requests, caches, tail=tail, last=last)
+        return out
 
     def encode(self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> None:
         """Do what `V41Model.encode` does. Raises E208 for other caches than those that it was compiled for."""
@@ -69,7 +96,14 @@ class CompiledSteps:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Compile all graphs, with progress, by steps of padding, which write nothing."""
+        """Compile all graphs, and capture small steps, with progress, by steps of padding, which write nothing."""
+        if self._compiles:
+            self._compile()
+        if self.captured is not None:
+            with step_of_ranks(self.model):
+                self.captured.warm_up()
+
+    def _compile(self) -> None:
         device = self.model.device
         # Sizes that are equal here would be one symbol in a graph, and equal in all of its calls.
         tokens, in_tail, with_logits = LEAST_ROWS + 2, LEAST_ROWS + 1, LEAST_ROWS
@@ -96,24 +130,33 @@ def compile(
     cache_format: V41Format | None = None,
     backend: Any = "dsv4",
     options: Mapping[str, Any] | None = None,
+    graphs: str = "auto",
+    buckets: Collection[int] | None = None,
     **sizes: Any,
 ) -> CompiledSteps:
-    """Compile all graphs of a model before its first request, with progress.
+    """Compile all graphs of a model before its first request, and capture decode steps on a GPU, with progress.
 
         steps = v41.compile(model, max_batch_size=8, max_seq_len=4096, max_step_tokens=512)
         tokens = v41.generate(model, prompts, max_new_tokens=64, forward=steps)
 
     Args:
         caches: to compile for (None = new ones, in `cache_format`, of `sizes` as `V41Caches` takes them).
-        backend, options: of `torch.compile`.
+        backend, options: of `torch.compile`; None compiles nothing. CUDA graphs are captured here, so they are none of
+            its settings.
+        graphs: "auto" captures a CUDA graph of each size of a decode step on a GPU, and nothing on a CPU; "cuda",
+            "off", or "standin", which replays on a CPU, for tests.
+        buckets: numbers of tokens to capture (None = those of 1 to `max_batch_size` requests).
 
-    Raises E204 for sizes and E210 for caches that do not fit, both without `caches`; E201 for sizes with `caches`.
+    Raises E204 for sizes and E210 for caches that do not fit, both without `caches`; E201 for sizes with `caches`;
+    E420 for CUDA graphs on a CPU, E422 and E424 for steps that cannot be captured.
     """
+    check(graphs in GRAPHS, "E420", got=f"{graphs=}", rule=f"graphs is one of {', '.join(GRAPHS)}", fix="pass one")
+    kind = ("cuda" if model.device.type == "cuda" else "off") if graphs == "auto" else graphs
     if caches is None:
         caches = model.new_caches(cache_format=cache_format, **sizes)
     else:
         extra = [*sizes, *(["cache_format"] if cache_format is not None else [])]
         check(not extra, "E201", got=f"caches and {', '.join(extra)}", rule="caches have their sizes and format")
-    steps = CompiledSteps(model, caches, backend, options)
+    steps = CompiledSteps(model, caches, backend, options, graphs=kind, buckets=buckets)
     steps.warm_up()
     return steps

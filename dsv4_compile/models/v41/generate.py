@@ -13,6 +13,7 @@ from ...errors import check, needs
 from ...layout import PAD_INDEX
 from ...sizes import check_size
 from .cache import V41Caches, V41Format
+from .captured import CapturedSteps
 from .compiled import CompiledSteps
 from .model import V41Model
 from .prefill import LEAST_ROWS, check_prompts, prefill
@@ -67,34 +68,76 @@ def generate(
                 max_batch_size=len(prompts), max_seq_len=longest + new, max_step_tokens=chunk, cache_format=cache_format
             )
         checked = check_prompts(model.config, caches, prompts, None, None, more=new)
+    captured = _captured(model, forward, len(prompts)) if decode is None else None
     run = next(step for step in (decode, forward, model) if step is not None)  # a compiled model has no truth value
     logits = prefill(model, prompts, caches, chunk=chunk, mode=mode, forward=forward)
     lengths, tokens = [len(prompt.ids) for prompt in checked], [list[int]() for _ in prompts]
     live = [True] * len(prompts)
+    chosen = choose_tokens(logits, _numbers(settings, device))
+    if captured is not None:
+        captured.load(chosen, torch.tensor(lengths).to(device), torch.arange(len(prompts), device=device))
     for step in range(new):
-        numbers = torch.tensor([setting.draw() for setting in settings], dtype=torch.float64).to(device)
-        chosen = choose_tokens(logits, _four(numbers)).tolist()
-        for i, token in enumerate(chosen):
+        reading, is_last = TokenReading(chosen), step == new - 1
+        if captured is not None and not is_last:
+            # Before the host knows these tokens: a request that ends with them runs one token too many.
+            with step_of_ranks(model):
+                logits, chosen = captured.step()
+            if not all(setting.greedy for setting in settings):
+                chosen = choose_tokens(logits, _numbers(settings, device), chosen)
+                captured.choose(chosen)
+        values = reading.tokens()
+        for i, token in enumerate(values):
             if live[i]:
                 why = "a NaN in the weights, or a position beyond the caches"
                 check(token != NO_TOKEN, "E211", got=f"logits of request {i} without a finite largest one", why=why)
                 tokens[i].append(token)
                 live[i] = token not in stops
-        if not any(live) or step == new - 1:
+                if captured is not None and not live[i]:
+                    captured.stop(i)
+        if not any(live) or is_last:
             break
+        if captured is not None:
+            continue
         positions = [lengths[i] + step if live[i] else PAD_INDEX for i in range(len(prompts))]
         requests = [i if live[i] else PAD_INDEX for i in range(len(prompts))]
         missing = [PAD_INDEX] * (LEAST_ROWS - len(prompts))
-        rows = (chosen + missing, positions + missing, requests + missing)
-        inputs = [torch.tensor(values).to(device) for values in rows]
+        rows = (values + missing, positions + missing, requests + missing)
+        inputs = [torch.tensor(numbers).to(device) for numbers in rows]
         with step_of_ranks(model):
             logits = run(*inputs, caches)[: len(prompts)]
+        chosen = choose_tokens(logits, _numbers(settings, device))
     with same_on_ranks(model, "the end of generate") as facts:
         facts["chosen"] = zlib.crc32(repr(tokens).encode())
     return tokens
 
 
-def _four(numbers: Tensor) -> Tensor:
-    """Return the columns that `choose_tokens` takes; greedy requests draw no uniform number."""
-    missing = 4 - numbers.shape[1]
-    return torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers
+def _captured(model: V41Model, forward: Any, requests: int) -> CapturedSteps | None:
+    """Return the CUDA graphs of decode steps of this many requests, None where `forward` has none."""
+    captured = forward.captured if isinstance(forward, CompiledSteps) else None
+    if captured is None or not captured.fits(requests):
+        return None
+    captured.check()
+    return captured
+
+
+def _numbers(settings: Sequence[Any], device: torch.device) -> Tensor:
+    """Return what `choose_tokens` takes for the next token of each request, float64 `[R, 4]`."""
+    numbers = torch.tensor([setting.draw() for setting in settings], dtype=torch.float64)
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
+
+
+class TokenReading:
+    """Chosen tokens int64 `[R]` on their way to the host, which waits for this copy alone."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
+        self._host.copy_(tokens, non_blocking=True)
+        self._copied = torch.cuda.Event() if tokens.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def tokens(self) -> list[int]:
+        """Return the tokens, after the work that chooses them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.tolist()

@@ -76,7 +76,8 @@ def make_step(
 ) -> Step:
     """Return the indices of the tokens `ids` `[T]`, with windows of `window` positions.
 
-    A position beyond `max_seq_len` is written nowhere, and its logits are NaN, by the last row of RoPE tables.
+    Logits of a position beyond `max_seq_len` are NaN, by the last row of RoPE tables, and no smaller one reads what it
+    writes.
     """
     positions, requests = positions.long(), requests.long()
     inside = (positions >= 0) & (requests >= 0) & (requests < caches.window_table.shape[0])
