@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import layout
+from ...ops.common.invariance import TOKENS
 from ...reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments, output_dtype
 from ..device.quant import FP8_MAX, MANTISSA_BITS, e4m3, tile_byte, ue8m0_inverse
 from ..device.rope import Rope as Rope
@@ -116,7 +117,8 @@ NOT_FUSED = FusedParts()
 class DecodeCall(NamedTuple):
     """A call of `sparse_mla_decode` or `sparse_mla_decode_quant`, its arguments in groups.
 
-    Without a second cache, `extra` is the first one with rows of no columns.
+    Without a second cache, `extra` is the first one with rows of no columns. `batch_invariant` is a value of
+    `dsv4.batch_invariant`, "" for "off".
     """
 
     q: Tensor
@@ -127,7 +129,7 @@ class DecodeCall(NamedTuple):
     sink: Tensor | None = None
     kv_scale: Tensor | None = None
     fused: FusedParts = NOT_FUSED
-    batch_invariant: bool = False
+    batch_invariant: str = ""
 
     @property
     def caches(self) -> tuple[PagedKeys, ...]:
@@ -152,7 +154,7 @@ def decode_call(op: DecodeArguments | DecodeQuantArguments) -> DecodeCall:
     if isinstance(op, DecodeQuantArguments):
         fused = FusedParts(*fused[:4], op.n_groups, op.group_heads(), op.packed_scales)
     caches = window, extra, op.cache_format
-    return DecodeCall(op.q, *caches, op.scale, op.attn_sink, op.kv_scale, fused, op.batch_invariant)
+    return DecodeCall(op.q, *caches, op.scale, op.attn_sink, op.kv_scale, fused, TOKENS if op.batch_invariant else "")
 
 
 class Outputs(NamedTuple):

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layout import ACT_TILE, HEAD_DIM, PAD_INDEX, PAGE_LAYOUTS, SCALES_PER_WORD, byte_pages, cdiv
+from ...ops.common.invariance import TOKENS
 from ...reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments, RaggedDecodeArguments
 from ..device.quant import why_unsupported_fp8
 from ..host.addresses import first_byte
@@ -129,14 +130,14 @@ def sparse_mla_decode_quant(op: DecodeQuantArguments) -> tuple[Tensor, Tensor]:
     return launch_best(decode_call(op))
 
 
-def invariant_sparse_mla_decode(op: DecodeArguments) -> tuple[Tensor, Tensor]:
+def invariant_sparse_mla_decode(op: DecodeArguments, level: str = TOKENS) -> tuple[Tensor, Tensor]:
     """Launch `sparse_mla_decode` with splits that follow from a token's length."""
-    return sparse_mla_decode(op._replace(batch_invariant=True))
+    return launch_best(decode_call(op)._replace(batch_invariant=level))
 
 
-def invariant_sparse_mla_decode_quant(op: DecodeQuantArguments) -> tuple[Tensor, Tensor]:
+def invariant_sparse_mla_decode_quant(op: DecodeQuantArguments, level: str = TOKENS) -> tuple[Tensor, Tensor]:
     """Launch `sparse_mla_decode_quant` with splits that follow from a token's length."""
-    return sparse_mla_decode_quant(op._replace(batch_invariant=True))
+    return launch_best(decode_call(op)._replace(batch_invariant=level))
 
 
 def launch_best(call: DecodeCall, into: Outputs | None = None) -> tuple[Tensor, Tensor]:

@@ -497,7 +497,9 @@ def launch_variant(
     widths = [keys.indices.shape[1] if keys.cache.shape[0] else 0 for keys in call.caches]
     head_blocks = layout.cdiv(heads, variant.block_h)
     blocks = sum(layout.cdiv(width, variant.block_n) for width in widths)
-    plan = split_plan(q.shape, head_blocks, blocks, variant.block_n, gpu, splits, call.batch_invariant, variant.float16)
+    plan = split_plan(
+        q.shape, head_blocks, blocks, variant.block_n, gpu, splits, bool(call.batch_invariant), variant.float16
+    )
     partials = new_partials(plan, heads, head_dim, q)
     positions, position_stride, table, table_strides, max_pos = fused.rope()
     for first in range(0, tokens, plan.tokens):

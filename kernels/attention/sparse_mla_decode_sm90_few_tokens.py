@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...layout import cdiv
+from ...ops.common.invariance import TOKENS
 from ..hopper.gluon import reinterpret, thread_barrier
 from ..host.gpu import Gpu
 from .common import DecodeCall, Outputs
@@ -366,6 +367,14 @@ MAX_TILES, MIN_TILES = 256, 4
 """Tiles of 16 heads of all tokens, with short rows: more run the kernel for many tokens, fewer are narrow."""
 
 
+MANY_HEADS = Tiling(64, 128, 8, late=True, one_block=True)
+INVARIANT_TILES = (ONE_BLOCK[0], MAX_TILES // 8), (ONE_BLOCK[1], MAX_TILES // 4)
+"""Tilings of batch-invariant calls with most tiles of 16 heads that they take; MANY_HEADS takes more."""
+INVARIANT_KEYS = 1152
+"""Most keys of a row of a batch-invariant call. A row is split into single blocks, so that its sums follow from its own
+keys; partial results of longer rows would cost more than the kernel for many tokens."""
+
+
 def choose_tiling(tokens: int, heads: int, keys: int) -> Tiling | None:
     """Return the tiling for rows of at most `keys` keys; None where the kernel for many tokens is faster."""
     tiles = tokens * cdiv(heads, TILE)
@@ -380,16 +389,24 @@ def choose_tiling(tokens: int, heads: int, keys: int) -> Tiling | None:
     return None
 
 
+def invariant_tiling(tokens: int, heads: int) -> Tiling:
+    """Return the tiling of a batch-invariant call. Blocks of more heads have the same sums and read keys less often."""
+    tiles = tokens * cdiv(heads, TILE)
+    return next((tiling for tiling, most in INVARIANT_TILES if tiles <= most), MANY_HEADS)
+
+
 def why_unsupported(call: DecodeCall) -> str:
     """Return why this kernel does not support a call that the Triton kernel supports, "" if it does."""
     tokens, heads, _ = call.q.shape
     keys = sum(cache.indices.shape[1] for cache in call.caches)
     if heads < MIN_HEADS:
         return f"it takes {MIN_HEADS} heads or more, these are {heads}"
-    if choose_tiling(tokens, heads, keys) is None:
-        return f"it takes fewer tokens than {tokens} with {heads} heads and {keys} keys each"
-    if call.batch_invariant:
+    if call.batch_invariant == TOKENS:
         return "its sums differ from those of the kernels for more tokens, and the call is batch-invariant"
+    if call.batch_invariant and keys > INVARIANT_KEYS:
+        return f"batch-invariant rows have at most {INVARIANT_KEYS} keys, these have {keys}"
+    if not call.batch_invariant and choose_tiling(tokens, heads, keys) is None:
+        return f"it takes fewer tokens than {tokens} with {heads} heads and {keys} keys each"
     return why_unsupported_sm90(call)
 
 
@@ -402,8 +419,12 @@ def launch(
     """
     tokens, heads, _ = call.q.shape
     widths = [keys.indices.shape[1] for keys in call.caches]
+    if call.batch_invariant:
+        tiling = invariant_tiling(tokens, heads)
     block_h, block_n, warps, late, one_block = tiling or choose_tiling(tokens, heads, sum(widths)) or ONE_BLOCK[1]
     blocks = sum(cdiv(width, block_n) for width in widths)
+    if call.batch_invariant:
+        splits = max(1, blocks)
     splits = splits or split_count(max(1, tokens * cdiv(heads, block_h)), blocks, gpu)
     constants = {"BLOCK_H": block_h, "BLOCK_N": block_n, "ONE_BLOCK": one_block and splits >= blocks, "LATE": late}
     variant = Variant(sparse_mla_decode_sm90_few_tokens_kernel, constants, block_h, block_n, warps, flat=False)

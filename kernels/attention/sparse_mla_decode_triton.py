@@ -337,7 +337,7 @@ def problem_of(call: DecodeCall) -> Problem:
     _, heads, head_dim = call.q.shape
     widths = tuple(keys.indices.shape[1] for keys in call.caches)
     dtype = operand_dtype(call.q, call.window.pages(call.cache_format), call.cache_format)
-    return Problem(heads, head_dim, widths, dtype, call.batch_invariant)
+    return Problem(heads, head_dim, widths, dtype, bool(call.batch_invariant))
 
 
 def latent_problem_of(op: LatentDecodeArguments) -> Problem:

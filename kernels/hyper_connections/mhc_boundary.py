@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...ops.common.invariance import STEP, TOKENS
 from ...reference.hyper_connections.mhc_boundary import MhcBoundary
 from ..device.exchange import Peers, exchange_number, gathered, mailbox, meet
 from ..device.norm import load_weight, rms_norm
@@ -247,6 +248,29 @@ def _finish_coefficients(results, p_sums, mix, token, exists, scalars, SHAPE: tl
 
 
 @triton.jit
+def _load_fn(p_fn, strides, o_m, o_c, m_c, SHAPE: tl.constexpr):
+    """Load the columns of `fn` of a slice, float32 [MIX_BLOCK, C] for each stream."""
+    D: tl.constexpr = SHAPE.dim
+    p_f = p_fn + o_m.to(tl.int64)[:, None] * strides[0] + o_c[None, :] * strides[1]
+    m_f = (o_m < SHAPE.mix)[:, None] & m_c[None, :]
+    return (
+        tl.load(p_f, mask=m_f, other=0.0).to(tl.float32),
+        tl.load(p_f + D * strides[1], mask=m_f, other=0.0).to(tl.float32),
+        tl.load(p_f + 2 * D * strides[1], mask=m_f, other=0.0).to(tl.float32),
+        tl.load(p_f + 3 * D * strides[1], mask=m_f, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def _store_sums(p_sums, token, slice_, f, x, o_m, MIX: tl.constexpr, SLICES: tl.constexpr):
+    """Store the shares of a slice in a token's mix and sum of squares, for its `fn` and streams [1, C]."""
+    x0, x1, x2, x3 = x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32), x[3].to(tl.float32)
+    p = p_sums + token * ((MIX + 1) * SLICES) + slice_
+    tl.store(p + o_m * SLICES, tl.sum(f[0] * x0 + f[1] * x1 + f[2] * x2 + f[3] * x3, 1), mask=o_m < MIX)
+    tl.store(p + MIX * SLICES + tl.arange(0, 1), tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1))
+
+
+@triton.jit
 def mhc_token_kernel(
     p_streams_out,  # [T, 4, D] contiguous; None if the streams are as they were
     results,  # y [T, D]; post [T, 4] and comb [T, 4, 4], or None; contiguous
@@ -281,12 +305,7 @@ def mhc_token_kernel(
     o_c = (program % SLICES * C + tl.arange(0, C)).to(tl.int64)
     m_c, o_m = o_c < D, tl.arange(0, MIX_BLOCK)
     # No kernel of this step writes fn, so its loads may start before the previous kernel ends.
-    p_f = p_fn + o_m.to(tl.int64)[:, None] * fn_strides[0] + o_c[None, :] * fn_strides[1]
-    m_f = (o_m < MIX)[:, None] & m_c[None, :]
-    f0 = tl.load(p_f, mask=m_f, other=0.0).to(tl.float32)
-    f1 = tl.load(p_f + D * fn_strides[1], mask=m_f, other=0.0).to(tl.float32)
-    f2 = tl.load(p_f + 2 * D * fn_strides[1], mask=m_f, other=0.0).to(tl.float32)
-    f3 = tl.load(p_f + 3 * D * fn_strides[1], mask=m_f, other=0.0).to(tl.float32)
+    f = _load_fn(p_fn, fn_strides, o_m, o_c, m_c, SHAPE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     z = None
@@ -303,10 +322,7 @@ def mhc_token_kernel(
     if returned is not None:
         coefficients = _load_coefficients(after, token, token >= 0)
     x = _load_and_return(p_streams_out, streams, after, coefficients, z, token, o_c, m_c[None, :], D)
-    x0, x1, x2, x3 = x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32), x[3].to(tl.float32)
-    p = p_sums + token * ((MIX + 1) * SLICES) + program % SLICES
-    tl.store(p + o_m * SLICES, tl.sum(f0 * x0 + f1 * x1 + f2 * x2 + f3 * x3, 1), mask=o_m < MIX)
-    tl.store(p + MIX * SLICES + tl.arange(0, 1), tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1))
+    _store_sums(p_sums, token, program % SLICES, f, x, o_m, MIX, SLICES)
     if p_counters is not None:
         p_counter = p_counters + token
         if arrive(p_counter) == SLICES - 1:
@@ -315,6 +331,48 @@ def mhc_token_kernel(
                 _finish(results, p_sums, Strided(p_streams, streams_strides), mix, token, scalars, SHAPE)
             else:
                 _finish(results, p_sums, Strided(p_streams_out, (4 * D, D, 1)), mix, token, scalars, SHAPE)
+
+
+@triton.jit(do_not_specialize=["tokens", "tokens_each"])
+def mhc_slices_kernel(
+    p_streams_out,  # [T, 4, D] contiguous; None if the streams are as they were
+    p_sums,  # [T, MIX + 1, SLICES] float32, contiguous
+    p_streams,  # [T, 4, D]
+    returned,  # as in mhc_token_kernel, or None
+    p_fn,  # [MIX, 4 * D]
+    streams_strides,
+    returned_strides,
+    fn_strides,
+    tokens,
+    tokens_each,  # of a program
+    SHAPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program p takes slice p % SLICES of tokens p // SLICES * tokens_each and on, with the sums of mhc_token_kernel.
+
+    Columns of `fn` stay in registers from token to token.
+    """
+    D: tl.constexpr = SHAPE.dim
+    C: tl.constexpr = SHAPE.channels
+    MIX: tl.constexpr = SHAPE.mix
+    SLICES: tl.constexpr = (D + C - 1) // C
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    o_c = (program % SLICES * C + tl.arange(0, C)).to(tl.int64)
+    m_c, o_m = o_c < D, tl.arange(0, SHAPE.mix_block)
+    f = _load_fn(p_fn, fn_strides, o_m, o_c, m_c, SHAPE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    streams, after = Strided(p_streams, streams_strides), Strided(returned, returned_strides)
+    first = (program // SLICES * tokens_each).to(tl.int64)
+    for i in range(tl.minimum(tokens_each, tokens - first)):
+        token = first + i
+        coefficients = None
+        if returned is not None:
+            coefficients = _load_coefficients(after, token, token >= 0)
+        x = _load_and_return(p_streams_out, streams, after, coefficients, None, token, o_c, m_c[None, :], D)
+        _store_sums(p_sums, token, program % SLICES, f, x, o_m, MIX, SLICES)
 
 
 @triton.jit
@@ -514,12 +572,13 @@ def launch(
     mix: Mix,
     peers: Peers | None = None,
     rank: int = 0,
-    invariant: bool = False,
+    invariant: str = "",
 ) -> Results:
     """Compute the streams after `returned`, the output, post and comb of a sub-layer, and `mix` them.
 
-    With `peers`, the output is the summand of `rank` in a sum over ranks. With `invariant` the launches of 9 to 64
-    tokens serve calls of any size.
+    With `peers`, the output is the summand of `rank` in a sum over ranks. `invariant` is a value of
+    `dsv4.batch_invariant`: with "step", calls of any size have the sums of one launch, with "tokens" those of 9 to 64
+    tokens.
     """
     tokens, count, dim = streams.shape
     ends = mix.iterations == 0
@@ -532,8 +591,8 @@ def launch(
     if tokens == 0:
         return results
     rows = mix.fn.shape[0]
-    one_launch = tokens <= MAX_ONE_LAUNCH and not invariant
-    tiles = streams.dtype is torch.bfloat16 and not one_launch
+    one_launch = tokens <= MAX_ONE_LAUNCH and invariant != TOKENS
+    tiles = streams.dtype is torch.bfloat16 and not one_launch and invariant != STEP
     many = tiles and tokens > FEW_TOKENS and not invariant
     channels, slices = _slices_of_many(tokens, dim) if many else _slices(dim)
     sums = streams.new_empty((tokens, rows + 1, slices), dtype=torch.float32)
@@ -555,6 +614,15 @@ def launch(
             (streams.stride(), strides, mix.fn.stride()), tokens,
             SHAPE=shape._replace(mix_block=max(16, shape.mix_block)), TOKENS=TILE_TOKENS,
             **_tile(1 if invariant else tokens, channels),
+            **pdl_arguments(streams.device, programs),
+        )  # fmt: skip
+    elif invariant == STEP and not one_launch:
+        groups = max(1, ctas_per_sm(streams) * gpu_of(streams.device).sms // slices)
+        each = triton.cdiv(tokens, groups)
+        programs = triton.cdiv(tokens, each) * slices
+        launch_kernel(
+            mhc_slices_kernel, (programs,), results.streams, sums, streams, returned, mix.fn, streams.stride(), strides,
+            mix.fn.stride(), tokens, each, SHAPE=shape, num_warps=_warps(dim), num_stages=1,
             **pdl_arguments(streams.device, programs),
         )  # fmt: skip
     else:
@@ -643,9 +711,9 @@ def mhc_boundary(a: MhcBoundary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _returned(launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:])))
 
 
-def invariant_mhc_boundary(a: MhcBoundary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the op with the launches of one number of tokens for calls of any size."""
-    return _returned(launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]), invariant=True))
+def invariant_mhc_boundary(a: MhcBoundary, level: str = TOKENS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the op with the sums of one launch for calls of any size."""
+    return _returned(launch(a.streams, (a.output, a.post, a.comb), Mix(*a[4:]), invariant=level))
 
 
 def _returned(results: Results) -> tuple[Tensor, Tensor, Tensor, Tensor]:

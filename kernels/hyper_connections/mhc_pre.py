@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...ops.common.invariance import TOKENS
 from .mhc_boundary import Mix, launch, why_unsupported
 
 
@@ -32,10 +33,11 @@ def invariant_mhc_pre(
     norm_eps: float,
     hc_eps: float,
     iterations: int = 20,
+    level: str = TOKENS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op with the launches of one number of tokens for calls of any size."""
+    """Run the op with the sums of one launch for calls of any size."""
     mix = Mix(fn, base, scale, norm_weight, norm_eps, hc_eps, iterations)
-    results = launch(streams, None, mix, invariant=True)
+    results = launch(streams, None, mix, invariant=level)
     assert results.post is not None and results.comb is not None
     return results.y, results.post, results.comb
 

@@ -14,7 +14,10 @@ from dsv4_compile.kernels.linear.grouped_linear import invariant_mm
 from dsv4_compile.ops.common.define import OPS
 from dsv4_compile.ops.common.invariance import STEP, TOKENS, row_places
 from dsv4_compile.ops.common.kernels import invariant_launcher
+from tests.gpu.attention.sparse_mla import BF16, on_gpu, rope
 from tests.gpu.linear import products
+from tests.kernels.hyper_connections import calls as mhc
+from tests.ops.attention.test_sparse_mla_decode import sample
 
 MOST = 672
 SIZES = (1, 2, 7, 8, 9, 16, 17, 31, 64, 65, 128, 171, 342, 513)
@@ -68,3 +71,33 @@ def test_experts(kind: str, level: str) -> None:
     shared = "bfloat16" if kind == "bfloat16" else "e4m3"
     most = experts.arguments(experts.MODELS["Flash"], kind, shared, MOST, torch.device("cuda"), 0)
     check_rows(invariant_launcher("moe_experts", level), lambda some: (*(x[some] for x in most[:3]), *most[3:]))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dim", [4096, 7168])
+@pytest.mark.parametrize("op", mhc.OPS)
+def test_hyper_connections(op: str, dim: int, level: str) -> None:
+    most = mhc.arguments(op, MOST, dim, device="cuda")
+    places = row_places(op, OPS[op]._schema.arguments)
+    check_rows(
+        invariant_launcher(op, level),
+        lambda some: tuple(x[some] if i in places and x is not None else x for i, x in enumerate(most)),
+    )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("heads", "extra"), [(64, 0), (64, 512), (128, 1024), (100, 512), (64, 2048), (32, 512)])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_attention(heads: int, extra: int, quantised: bool, level: str) -> None:
+    op = "sparse_mla_decode_quant" if quantised else "sparse_mla_decode"
+    declared = [argument.name for argument in OPS[op]._schema.arguments]
+    of_rows = [declared[i] for i in row_places(op, OPS[op]._schema.arguments)]
+    args = on_gpu(sample(MOST, heads, window=128, extra=extra, fmt="fp8_ds_mla", **BF16))
+    most = dict(zip(declared, args, strict=False)) | rope(MOST) | {"q_norm_eps": 1e-6, "inverse_rope": True}
+    most |= {"n_groups": 4} if quantised else {}
+
+    def results(some: slice) -> Any:
+        rows = {name: x[some] if name in of_rows and x is not None else x for name, x in most.items()}
+        return invariant_launcher(op, level)(**rows)
+
+    check_rows(lambda *rows: rows, results)

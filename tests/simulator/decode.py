@@ -20,8 +20,13 @@ PLAIN = BF16 | {"fmt": "plain"}
 FEW_KEYS = "attention_few_keys"
 
 
-def run(kernel: Any, arguments: dict[str, Any], splits: int, groups: tuple[Any, ...] = (), **options: Any) -> Any:
-    """Run the kernel of the module `kernel` on arguments by name, over poisoned memory; quantised with `groups`."""
+def run(
+    kernel: Any, arguments: dict[str, Any], splits: int, groups: tuple[Any, ...] = (), level: str = "", **options: Any
+) -> Any:
+    """Run the kernel of the module `kernel` on arguments by name, over poisoned memory; quantised with `groups`.
+
+    `level` is a value of `dsv4.batch_invariant`.
+    """
     if not options and not groups:
         arguments = {name: x for name, x in arguments.items() if name not in ("positions", "cos_sin_cache")}
     elif groups:
@@ -29,6 +34,7 @@ def run(kernel: Any, arguments: dict[str, Any], splits: int, groups: tuple[Any, 
         arguments = arguments | {"inverse_rope": False} | dict(zip(names, groups, strict=True))
     op = DecodeQuantArguments if groups else DecodeArguments
     call = decode_call(op(*positional(arguments | options, quant=bool(groups))))
+    call = call._replace(batch_invariant=level) if level else call
     with poisoned_empty(), torch.no_grad():
         return kernel.launch(call, GPU, splits)
 

@@ -14,6 +14,7 @@ from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_heads as f
 from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as few_tokens
 from dsv4_compile.kernels.attention import sparse_mla_decode_triton
 from dsv4_compile.kernels.attention.common import NOT_FUSED, DecodeCall, FusedParts, PagedKeys
+from dsv4_compile.ops.common.invariance import STEP, TOKENS
 from dsv4_compile.testing import strided
 from tests.kernels.gpus import GPUS, shared_out
 from tests.kernels.handed_over import handed_over
@@ -158,6 +159,7 @@ def test_the_kernel_for_few_heads_has_no_repeated_code_and_spills_nothing(
         (few_tokens.NARROW, 100, 3, "fused"),
         (few_tokens.ONE_BLOCK[0], 64, 1, "quantised"),
         (few_tokens.ONE_BLOCK[1], 64, 2, "plain"),
+        (few_tokens.MANY_HEADS, 64, 8, "fused"),
     ],
 )
 def test_the_kernel_for_few_tokens_is_small_and_waits_for_the_previous_kernel(
@@ -168,7 +170,7 @@ def test_the_kernel_for_few_tokens_is_small_and_waits_for_the_previous_kernel(
         few_tokens.launch(call, SM90, splits, tiling=tiling)
     kernel = compiled[0]
     assert kernel.metadata.launch_pdl and kernel.asm["ptx"].count("griddepcontrol.wait") == 1
-    assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024
+    assert kernel.metadata.shared <= GPUS["sm_90"][1] * 1024 and kernel.resources()["STACK"] == 0
     with compiled_for("sm_90") as compiled:
         many.launch(call, SM90, splits)
     assert kernel.ask(size_of) < compiled[0].ask(size_of) * 2 / 3
@@ -191,7 +193,25 @@ def test_the_kernel_for_few_tokens_leaves_more_tokens_to_the_others() -> None:
     assert few_tokens.why_unsupported(usual._replace(q=usual.q[:8])) == ""
     assert "fewer tokens than 64" in few_tokens.why_unsupported(usual)
     assert "33 heads" in few_tokens.why_unsupported(one._replace(q=one.q[:, :32]))
-    assert "more tokens" in few_tokens.why_unsupported(one._replace(batch_invariant=True))
+    assert "more tokens" in few_tokens.why_unsupported(one._replace(batch_invariant=TOKENS))
+
+
+def test_batch_invariant_steps_of_all_sizes_have_one_split_of_keys() -> None:
+    usual = make_call(tokens=64)._replace(batch_invariant=STEP)
+    assert few_tokens.why_unsupported(usual) == ""
+    assert "at most 1152 keys" in few_tokens.why_unsupported(
+        usual._replace(window=usual.window._replace(indices=torch.zeros(64, 1153, dtype=torch.int32)))
+    )
+    tilings = {few_tokens.invariant_tiling(tokens, heads) for tokens in range(1, 769) for heads in (64, 100, 128)}
+    assert tilings == {*few_tokens.ONE_BLOCK, few_tokens.MANY_HEADS}
+    assert {(tiling.block_n, tiling.warps, tiling.one_block) for tiling in tilings} == {(128, 8, True)}
+    for tokens in (1, 12, 64):
+        with compiled_for("sm_90") as compiled:
+            few_tokens.launch(usual._replace(q=usual.q[:tokens]), SM90)
+        # A row of the scores, a key, has the same warp and thread for any number of heads.
+        heads = few_tokens.invariant_tiling(tokens, 64).block_h
+        assert compiled[0].asm["ttgir"].count(f"warpsPerCTA = [8, 1], instrShape = [16, {heads}, 16]") >= 1
+        assert len(compiled) == 2
 
 
 def test_unsupported_calls_of_the_sm90_kernels_say_why() -> None:

@@ -10,10 +10,11 @@ import torch
 
 from dsv4_compile.ops.attention.inv_rope import inv_rope, inv_rope_fp8_quant
 from dsv4_compile.ops.attention.sparse_mla_decode import sparse_mla_decode
+from dsv4_compile.ops.common.invariance import STEP
 from dsv4_compile.testing import assert_bitwise
 from tests.ops.attention.sparse_mla_calls import EPS, call, positional
 from tests.simulator.copies import simulated
-from tests.simulator.decode import BF16, PLAIN, assert_same, run
+from tests.simulator.decode import BF16, PLAIN, assert_same, row_alone, run
 
 pytestmark = pytest.mark.interpreted
 
@@ -81,6 +82,22 @@ def test_code_for_one_block_gives_the_bits_of_code_for_several(small: Any, monke
         results.append(run(small, arguments, 9, q_norm_eps=EPS, inverse_rope=True))
     for a, b in zip(*results, strict=True):
         assert_bitwise(a, b)
+
+
+def test_a_row_of_a_step_does_not_depend_on_its_batch_or_its_width(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = call(3, 72, window=140, extra=130, **BF16)
+    arguments |= {"lens": torch.tensor([140, 70, 3]), "extra_lens": torch.tensor([130, 0, 1])}
+    options = {"q_norm_eps": EPS, "inverse_rope": True}
+    exact = sparse_mla_decode(*positional(arguments | options))
+    for tiling in (*small.ONE_BLOCK, small.MANY_HEADS):
+        # The simulator's GEMMs add in an order that depends on their shapes; the GPU's do not, see tests/gpu.
+        monkeypatch.setattr(small, "invariant_tiling", lambda *_, tiling=tiling: tiling)
+        want = run(small, arguments, 0, level=STEP, **options)
+        assert_same(want, exact, "lse_normed")
+        for t in range(3):
+            alone = run(small, row_alone(arguments, t), 0, level=STEP, **options)
+            for got, expected in zip(alone, want, strict=True):
+                assert_bitwise(got, expected[t : t + 1])
 
 
 @pytest.mark.parametrize("splits", [1, 2])

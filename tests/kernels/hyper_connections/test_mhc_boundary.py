@@ -17,6 +17,9 @@ from dsv4_compile._compat import triton_interpreter
 from dsv4_compile.kernels.host import semaphores
 from dsv4_compile.kernels.hyper_connections import mhc_boundary as kernels
 from dsv4_compile.ops.common.arguments import packed
+from dsv4_compile.ops.common.define import OPS as TORCH_OPS
+from dsv4_compile.ops.common.invariance import STEP, row_places
+from dsv4_compile.ops.common.kernels import invariant_launcher
 from dsv4_compile.testing import assert_bitwise, padded, poisoned_empty, strided
 from tests.kernels.gpus import begins_early, sees
 from tests.kernels.hyper_connections import calls
@@ -45,6 +48,14 @@ def few_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launcher(op: str) -> Callable[..., Any]:
     return packed(op, getattr(importlib.import_module(f"dsv4_compile.kernels.hyper_connections.{op}"), op))
+
+
+def reductions(kernel: Any, shape: str) -> list[str]:
+    """Return the layouts of the operands of a compiled kernel's reductions over tensors of a shape."""
+    ttgir = kernel.asm["ttgir"]
+    layouts = dict(ttgir.findall(r"(?m)^(#blocked\d*) = (#ttg\.blocked<.*>)$"))
+    names = ttgir.findall(rf"\}}\) : \(tensor<\d+{shape}, (#blocked\d*)>\) -> ")
+    return [layouts[name] for name in names]
 
 
 def launch(op: str, args: tuple[Any, ...]) -> tuple[list[Tensor], list[str]]:
@@ -196,6 +207,35 @@ def test_programs_may_run_in_any_order_and_one_by_one(op: str, tokens: int, monk
 
 
 @interpreted
+@pytest.mark.parametrize("groups", [0, 2])
+@pytest.mark.parametrize("tokens", [0, 1, SOME, MANY])
+@pytest.mark.parametrize("op", OPS)
+def test_a_token_of_a_step_has_the_sums_of_a_launch_of_it_alone(
+    op: str, tokens: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "ctas_per_sm", lambda streams: groups)
+    args = arguments(op, tokens, 300)
+    rows = row_places(op, TORCH_OPS[op]._schema.arguments)
+    if tokens > 1:
+        args[0][1, 2, 5] = torch.nan
+    step = invariant_launcher(op, STEP)
+    rng = random.Random(tokens)
+    with poisoned_empty(), checked(mutated=MUTATED) as launched, disorder(monkeypatch, rng.shuffle):
+        got = results(step(*args))
+    few = ["mhc_token_kernel"] if tokens else []
+    assert launched == (few if tokens <= FEW else ["mhc_slices_kernel", "mhc_finish_kernel"])
+    for token in range(tokens):
+        alone, _ = launch(op, tuple(x[token : token + 1] if i in rows else x for i, x in enumerate(args)))
+        for actual, expected in zip(got, alone, strict=True):
+            assert_bitwise(actual[token : token + 1], expected)
+    for spread in (padded, strided):
+        with poisoned_empty(), checked(mutated=MUTATED):
+            again = results(step(*(spread(x) if isinstance(x, Tensor) else x for x in args)))
+        for actual, expected in zip(again, got, strict=True):
+            assert_bitwise(actual, expected)
+
+
+@interpreted
 def test_counters_are_zero_again_after_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = torch.zeros(FEW, dtype=torch.int32)
     monkeypatch.setattr(kernels, "arrival_counters", lambda count, device: counters)
@@ -228,10 +268,27 @@ def test_kernels_compile_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPa
     assert all(begins_early(kernel) == early for kernel in compiled)
 
 
+@pytest.mark.parametrize("target", fake_triton.TARGETS)
+def test_a_step_of_any_size_reduces_in_the_layout_of_one_launch(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sees(monkeypatch, target)
+    monkeypatch.setattr(kernels, "arrival_counters", lambda count, device: torch.zeros(count, dtype=torch.int32))
+    for dim, channels, row in ((4096, 128, 4096), (7168, 256, 8192)):
+        with compiled_for(target) as compiled:
+            for tokens in (1, MANY):
+                invariant_launcher("mhc_boundary", STEP)(*arguments("mhc_boundary", tokens, dim))
+        one, slices, finish = compiled
+        assert all(kernel.assembled for kernel in compiled)
+        # Threads of a reduction by its layout, which ttgir names at the reduction and defines at the top.
+        sums, rows = (reductions(one, f"x{size}xf32") for size in (channels, row))
+        assert len(sums) == 2 and sums == reductions(slices, f"x{channels}xf32")
+        assert rows and rows == reductions(finish, f"x{row}xf32")
+
+
 def test_no_kernel_waits_in_a_loop_for_another_program() -> None:
     """Only an arrival is atomic; what it returns decides who finishes, and nobody polls a counter."""
     for kernel in (
         kernels.mhc_token_kernel,
+        kernels.mhc_slices_kernel,
         kernels.mhc_tokens_kernel,
         kernels.mhc_many_tokens_kernel,
         kernels.mhc_finish_kernel,
