@@ -24,6 +24,8 @@ from torch import Tensor
 from ... import layout
 from ...ops.common.invariance import TOKENS
 from ...reference.attention.sparse_mla_decode import DecodeArguments, DecodeQuantArguments, output_dtype
+from ..device.grid_format import EXPONENT
+from ..device.grid_format import e4m3_value as e4m3_value
 from ..device.quant import FP8_MAX, MANTISSA_BITS, e4m3, tile_byte, ue8m0_inverse
 from ..device.rope import Rope as Rope
 from ..device.rope import load_cos_sin, rotate, table_row
@@ -37,7 +39,6 @@ NOPE_BYTES = tl.constexpr(layout.NOPE_DIM)
 TILE = tl.constexpr(layout.KV_TILE)
 TILES = tl.constexpr(layout.FP8_DS_MLA_TILES)
 UE8M0_BIAS = tl.constexpr(layout.UE8M0_BIAS)
-EXPONENT = tl.constexpr(120)  # difference of the exponent biases of bfloat16 and e4m3
 LAST_BYTE = tl.constexpr(134)  # UE8M0 of 2^7, the largest scale whose factor is a bfloat16
 SIGNS = tl.constexpr(0x80008000 - (1 << 32))
 MAGNITUDES = tl.constexpr(0x07F007F0)
@@ -269,14 +270,6 @@ def decode_keys(stored, p_kv_scale, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     else:
         k = stored
     return k.to(DTYPE)
-
-
-@triton.jit
-def e4m3_value(code):
-    """Return the float32 values of uint8 e4m3 codes."""
-    bits = code.to(tl.int32)
-    value = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**EXPONENT
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
 
 
 @triton.jit
