@@ -73,6 +73,7 @@ index_topk = define(
     fake=_fake,
     check=_check,
     arguments=IndexArguments,
+    kernel="dsv4_compile.kernels.indexer.index_topk",
     cost=CostModel(_moved, sizes=_sizes),
 )
 
@@ -89,5 +90,6 @@ index_topk_blocks = define(
     fake=_fake_blocks,
     check=_check_blocks,
     arguments=BlocksArguments,
+    kernel="dsv4_compile.kernels.indexer.index_topk",
     cost=CostModel(_moved_blocks, sizes=lambda call: _sizes(call) | {"S": call.arguments.get("blocks", 2048)}),
 )

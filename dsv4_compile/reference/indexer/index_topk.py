@@ -161,8 +161,9 @@ def _score_columns(
 
 def _entries_at(entries: Tensor, columns: Tensor) -> Tensor:
     """Return int32 entries of the chosen `columns`, ascending, -1 for -1. Candidates are ascending, so entries are."""
-    chosen = entries.gather(1, columns.long().clamp_min(0))
-    return torch.where(columns >= 0, chosen, PAD_INDEX).int()
+    after = entries.shape[1]  # a column of padding, which exists where there are no candidates too
+    entries = torch.nn.functional.pad(entries, (0, 1), value=PAD_INDEX)
+    return entries.gather(1, torch.where(columns >= 0, columns, after).long()).int()
 
 
 def _tiles(tokens: int) -> list[slice]:

@@ -86,6 +86,11 @@ def test_later_layers_select_inside_the_candidates() -> None:
         assert taken(row) == best({e: values[e] for e in allowed if e < len(values)}, 5)
 
 
+def test_without_candidate_blocks_nothing_is_selected() -> None:
+    a = call([14, 24], candidates=torch.empty(2, 0, dtype=torch.int32))
+    assert torch.ops.dsv4.index_topk(*a).tolist() == [[-1] * 5] * 2
+
+
 def test_a_source_of_candidates_selects_among_all_entries() -> None:
     """Its picks are not restricted by its candidates, and candidates are of the token, not of a head."""
     a = call([23, 24, 9, 0], topk=8)
