@@ -8,6 +8,9 @@ multiplied as float16, which holds every value; scales are applied to the float3
 few to fill the GPU, CTAs split the K of a tile (split-K), and the last to arrive combines the partial sums in a fixed
 order: the same call gives the same bits. sm_90 kernels: gemm_sm90_small.py for few tokens, gemm_sm90_cluster.py for
 more tokens but few tiles, gemm_sm90_large.py for many.
+
+`mx_linear` has scales of 32x32 blocks. Its weight is multiplied by them in registers, which is exact in bfloat16, and
+its x is bfloat16 that has been rounded to e4m3, here or before.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...layout import ACT_AMAX_FLOOR as _ACT_AMAX_FLOOR
-from ...layout import ACT_TILE, SCALES_PER_WORD, cdiv
+from ...layout import ACT_TILE, MX_TILE, SCALES_PER_WORD, cdiv
 from ...layout import WEIGHT_TILE as _WEIGHT_TILE
 from ...ops.common.invariance import STEP
+from ..device.mx_values import rounded_mxfp8, scaled_blocks
 from ..device.quant import FP8_MAX, e4m3, tile_byte, ue8m0_inverse, ue8m0_scale
 from ..host.gpu import Gpu, gpu_of, shared_memory, sm90_module
 from ..host.launch import DTYPES, launch_kernel
@@ -31,6 +35,7 @@ from ..host.semaphores import arrival_counters, arrive
 
 ACT_AMAX_FLOOR = tl.constexpr(_ACT_AMAX_FLOOR)
 WEIGHT_TILE = tl.constexpr(_WEIGHT_TILE)
+BLOCK = tl.constexpr(MX_TILE)  # side of the blocks of `mx_linear` that share a scale
 WORD = tl.constexpr(SCALES_PER_WORD)
 BAND = tl.constexpr(8)  # tiles of tokens that share a pass over the weight, so that x stays in L2
 SMALL, CLUSTER, LARGE = "linear.gemm_sm90_small", "linear.gemm_sm90_cluster", "linear.gemm_sm90_large"
@@ -83,6 +88,15 @@ def _load_k_block(p_rows, stride, k_block, size, BLOCK_K: tl.constexpr, EVEN: tl
 
 
 @triton.jit
+def _block_scales(p_scale, strides, first_row, k_block, rows, size, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load float32 scales `[BLOCK_N / 32, BLOCK_K / 32]` of the blocks of a tile, of blocks past the end any."""
+    o_n = tl.minimum(tl.arange(0, BLOCK_N // BLOCK) + first_row // BLOCK, (rows - 1) // BLOCK)
+    o_k = tl.minimum(tl.arange(0, BLOCK_K // BLOCK) + k_block * (BLOCK_K // BLOCK), (size - 1) // BLOCK)
+    scale = tl.load(p_scale + (o_n.to(tl.int64) * strides[0])[:, None] + (o_k * strides[1])[None, :])
+    return ue8m0_scale(scale.to(tl.int32)) if p_scale.dtype.element_ty == tl.uint8 else scale
+
+
+@triton.jit
 def _multiply(weight, x, acc, IMPRECISE: tl.constexpr, WEIGHT_FIRST: tl.constexpr):
     """Add the product of `weight` `[BLOCK_N, BLOCK_K]` and `x` `[BLOCK_M, BLOCK_K]` to `acc`."""
     first, second = (weight, x) if WEIGHT_FIRST else (x, weight)
@@ -101,7 +115,7 @@ def gemm_kernel(
     p_x,  # [T, G, K]
     p_x_scale,  # [T, G, K-blocks] float32, [T, G, words] int32, or None
     p_weight,  # [G * N, K]
-    p_weight_scale,  # [row blocks, K-blocks] float32 or uint8, or None
+    p_weight_scale,  # [row blocks, K-blocks] float32 or uint8, or None; blocks are 32x32 with MX, else 128x128
     out_stride,  # of a token
     x_strides,
     # No tuple: these depend on the number of tokens, and do_not_specialize does not reach into tuples.
@@ -125,6 +139,7 @@ def gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    MX: tl.constexpr = False,  # of one group: scales of 32x32 blocks, and of 32 columns of an x that is quantized here
 ):
     """Compute tile p % tiles in program p, K-blocks from p // tiles * k_blocks_each on."""
     blocks = tl.cdiv(rows, BLOCK_N)
@@ -156,6 +171,18 @@ def gemm_kernel(
             weight = _load_k_block(p_weight, weight_strides[1], k_block, size, BLOCK_K, EVEN)
             x = _load_k_block(p_x, x_strides[2], k_block, size, BLOCK_K, EVEN)
             acc = _multiply(weight, x, acc, 0, WEIGHT_FIRST)
+    elif MX:
+        first_row = column * BLOCK_N
+        for k_block in tl.range(begin, end, num_stages=STAGES):
+            weight = _load_k_block(p_weight, weight_strides[1], k_block, size, BLOCK_K, EVEN)
+            x = _load_k_block(p_x, x_strides[2], k_block, size, BLOCK_K, EVEN)
+            scale = _block_scales(
+                p_weight_scale, weight_scale_strides, first_row, k_block, rows, size, BLOCK_N, BLOCK_K
+            )
+            if QUANTIZE:
+                by_scale = tl.reshape(x.to(tl.float32), (BLOCK_M, BLOCK_K // BLOCK, BLOCK))
+                x = tl.reshape(rounded_mxfp8(by_scale), (BLOCK_M, BLOCK_K))
+            acc = _multiply(scaled_blocks(weight, scale).to(DTYPE), x.to(DTYPE), acc, 0, WEIGHT_FIRST)
     else:
         first_row = group.to(tl.int64) * rows + column % blocks * BLOCK_N
         p_weight_scale += (first_row if ONE_SCALE else row) // WEIGHT_TILE * weight_scale_strides[0]
@@ -329,6 +356,7 @@ class Problem(NamedTuple):
         groups, rows, size: G, N and K. x, weight: dtypes.
         quantize: whether the kernel quantizes x. scaled: whether x has scales.
         invariant: whether the tiling is the same for any number of tokens.
+        mx: for scales of 32x32 blocks, how they are stored: "bytes" or "float32".
     """
 
     groups: int
@@ -339,6 +367,7 @@ class Problem(NamedTuple):
     quantize: bool
     scaled: bool
     invariant: bool = False
+    mx: str = ""
 
 
 class GemmPlan(NamedTuple):
@@ -363,12 +392,13 @@ class GemmPlan(NamedTuple):
         return self._replace(tiling=tiling, tiles=0, k_blocks_each=0)
 
 
-def problem_of(operands: Operands, quantize: bool, invariant: bool = False) -> Problem:
+def problem_of(operands: Operands, quantize: bool, invariant: bool = False, mx: bool = False) -> Problem:
     """Return the sizes and formats of a call."""
-    x, x_scale, weight, _ = operands
+    x, x_scale, weight, weight_scale = operands
     _, groups, size = x.shape
     scaled = x_scale is not None
-    return Problem(groups, weight.shape[0] // groups, size, x.dtype, weight.dtype, quantize, scaled, invariant)
+    form = "" if not mx else "bytes" if weight_scale is not None and weight_scale.dtype is torch.uint8 else "float32"
+    return Problem(groups, weight.shape[0] // groups, size, x.dtype, weight.dtype, quantize, scaled, invariant, form)
 
 
 @functools.lru_cache(1024)
@@ -378,6 +408,9 @@ def plan(problem: Problem, tokens: int, gpu: Gpu) -> GemmPlan:
     block_k = ACT_TILE // (1 if problem.weight.itemsize == 1 else 2)
     k_blocks = cdiv(size, block_k)
     operand = _operand(gpu) if problem.quantize or problem.scaled else DTYPES[problem.x]
+    if problem.mx:
+        exact = problem.mx == "bytes" and (problem.quantize or problem.x is torch.bfloat16)
+        operand = tl.bfloat16 if exact else tl.float32
     tiling = choose_tiling(gpu, INVARIANT_TOKENS if problem.invariant else tokens, groups, rows, k_blocks)
     if operand is tl.float32:
         # float32 products are unrolled into single multiplications: a small tile compiles in one second, not ten.
@@ -395,10 +428,22 @@ def plan(problem: Problem, tokens: int, gpu: Gpu) -> GemmPlan:
     )
 
 
-def _launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu, invariant: bool = False) -> None:
+def mx_gemm(operands: Operands, out: Tensor, quantize: bool) -> None:
+    """Fill `out` `[T, N]`, of at least one element, with a weight that has scales of 32x32 blocks.
+
+    Args:
+        operands: x `[T, 1, K]` floating without scales; scales of the weight are float32 or uint8.
+        quantize: round x per 32 columns to e4m3 in the same launch.
+    """
+    _launch(operands, out, quantize, gpu_of(out.device), mx=True)
+
+
+def _launch(
+    operands: Operands, out: Tensor, quantize: bool, gpu: Gpu, invariant: bool = False, mx: bool = False
+) -> None:
     """Fill `out` with the Triton kernel."""
     x, x_scale, weight, weight_scale = operands
-    problem, tokens = problem_of(operands, quantize, invariant), x.shape[0]
+    problem, tokens = problem_of(operands, quantize, invariant, mx), x.shape[0]
     launch = plan(problem, tokens, gpu)
     tiling, tiles = launch.tiling, launch.tiles
     partial_sums = arrived = None
@@ -429,11 +474,12 @@ def _launch(operands: Operands, out: Tensor, quantize: bool, gpu: Gpu, invariant
         SPLIT=tiling.splits > 1,
         EVEN=launch.even,
         ONE_SCALE=launch.one_scale,
-        WEIGHT_FIRST=tiling.block_m <= FEW_TOKENS,
+        WEIGHT_FIRST=mx or tiling.block_m <= FEW_TOKENS,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=launch.block_k,
         STAGES=tiling.stages,
+        MX=mx,
         num_warps=tiling.warps,
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.tools.fingerprint_calls import F32, Calls, flags, register, zeros
+from dsv4_compile import layout
+from tests.tools.fingerprint_calls import BYTES, F8, F32, Calls, flags, register, zeros
 
 EXPERTS, HIDDEN = 384, 5120
 
@@ -14,3 +15,14 @@ def moe_route_images() -> Calls:
     for tokens, dtype in ((1, None), (32, F32), (2000, None)):
         gate = zeros(EXPERTS, HIDDEN) if dtype is None else zeros(EXPERTS, HIDDEN, dtype=dtype)
         yield f"{tokens} tokens", (zeros(tokens, HIDDEN), gate, *biases, flags(tokens), 6, 1.5, 0.5)
+
+
+@register
+def mx_linear() -> Calls:
+    """Yield projections of the model, rounded in the GEMM and before, and one with an exact input."""
+    projections = {"wq_a": (1280, HIDDEN), "wq_b": (32768, 1280), "wo_b": (HIDDEN, 8192)}
+    for name, (rows, size) in projections.items():
+        scales = zeros(rows // layout.MX_TILE, size // layout.MX_TILE, dtype=BYTES)
+        for tokens in (1, 16, 64, 512):
+            yield f"{name}, {tokens} tokens", (zeros(tokens, size), zeros(rows, size, dtype=F8), scales)
+    yield "exact", (zeros(8, size), zeros(rows, size, dtype=F8), scales, False)

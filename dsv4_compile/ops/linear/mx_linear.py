@@ -33,7 +33,8 @@ mx_linear = define(
     reference=reference.mx_linear,
     fake=_fake,
     check=_check,
-    lowering=Traced(),
+    kernel="dsv4_compile.kernels.linear.mx_linear",
+    lowering=Traced(yields="IR dequantises the whole weight before its GEMM"),
     cost=CostModel(
         lambda T, N, K, e=2, s=1: (e * T * (K + N) + N * K + s * cdiv(N, MX_TILE) * cdiv(K, MX_TILE), 2 * T * N * K),
         sizes=lambda call: call.of_product("x", "weight", "weight_scale"),
