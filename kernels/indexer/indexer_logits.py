@@ -25,6 +25,7 @@ from ..host.pdl import pdl_arguments
 from . import score_triton
 from .radix_select import ROW_ALIGN
 from .score_triton import RaggedScoreCall, ScoreCall, reach_of
+from .select_groups import fits, select_from_groups
 from .select_topk import KeyRows, SlotMap, select
 
 WORKSPACE_BYTES = 256 << 20
@@ -37,6 +38,8 @@ SELECT_TILE = (4096, 8)
 """Keys of a selecting program, and its warps."""
 RAGGED_SELECT_TILE = (4096, 4)
 """Keys of a selecting program and its warps, for the many tokens of a prompt: fewer warps each waste less."""
+GROUPS = (0, 16)
+"""Columns of a group, and warps of a program that selects from groups. 0 selects from parts."""
 MIN_PLAIN_DIM = 16
 ANY_REQUEST = 2**31 - 1
 
@@ -89,6 +92,7 @@ def indexer_logits_topk(
     programs: int = PROGRAMS,
     score_tile: tuple[int, int, int] | None = None,
     select_tile: tuple[int, int] = SELECT_TILE,
+    groups: tuple[int, int] = GROUPS,
 ) -> Tensor:
     """Launch `indexer_logits_topk`.
 
@@ -96,12 +100,13 @@ def indexer_logits_topk(
         programs: about how many programs score.
         score_tile: as SCORE_TILE; selects the Triton kernel, whose order of sums differs from that of the sm_90 kernel.
         select_tile: as SELECT_TILE.
+        groups: as GROUPS, of 4, 8 or 16 columns, for rows of more keys than `select_tile`.
     Notes:
         - The selection is exact for logits whose order of sums differs from the reference's.
-        - A result depends neither on the rest of the batch, nor on `programs` and `select_tile`.
+        - A result depends neither on the rest of the batch, nor on `programs`, `select_tile` and `groups`.
     """
     selected = op.q.new_empty((op.q.shape[0], op.topk), dtype=torch.int32)
-    score_and_select(selected, op, None, programs, score_tile, select_tile)
+    score_and_select(selected, op, None, programs, score_tile, select_tile, groups)
     return selected
 
 
@@ -112,12 +117,16 @@ def score_and_select(
     programs: int,
     score_tile: tuple[int, int, int] | None,
     select_tile: tuple[int, int],
+    groups: tuple[int, int],
 ) -> None:
     """Fill `selected` `[T, K]` with entries, or with `slots` of them: two launches if the keys of all tokens fit."""
     tokens, reach = op.q.shape[0], reach_of(op)
-    stride = align_up(max(reach, 1), ROW_ALIGN)
+    group, warps = groups
+    grouped = group > 0 and reach > select_tile[0] and fits(op.topk, group)
+    stride = align_up(max(reach, 1), ROW_ALIGN * group if grouped else ROW_ALIGN)
     at_a_time = max(1, min(tokens, WORKSPACE_BYTES // (KEY_BYTES * stride)))
     keys = op.q.new_empty((at_a_time, stride), dtype=torch.int32)
+    best = op.q.new_empty((at_a_time, stride // group), dtype=torch.int32) if grouped else None
     for start in range(0, tokens, at_a_time):
         rows = slice(start, min(start + at_a_time, tokens))
         # Without entries there is no scoring kernel to wait for.
@@ -126,10 +135,13 @@ def score_and_select(
             q=op.q[rows], q_scale=op.q_scale[rows], weights=op.weights[rows],
             token_to_req=op.token_to_req[rows], context_lens=op.context_lens[rows],
         )  # fmt: skip
-        _score(ScoreCall(chunk, keys, reach, op.topk, dependent), programs, score_tile)
+        _score(ScoreCall(chunk, keys, reach, op.topk, dependent, best), programs, score_tile)
         entries = KeyRows(keys, chunk.token_to_req, chunk.context_lens, op.block_table.shape[0], reach)
         where = slots and slots._replace(counts=slots.counts[rows], is_valid_token=slots.is_valid_token[rows])
-        select(selected[rows], entries, select_tile, where, dependent=dependent)
+        if best is None:
+            select(selected[rows], entries, select_tile, where, dependent=dependent)
+        else:
+            select_from_groups(selected[rows], entries, best, warps, where, dependent=dependent)
 
 
 def _score(call: ScoreCall, programs: int, tile: tuple[int, int, int] | None) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference.indexer.indexer_topk_slots import TopkSlotsArguments
-from .indexer_logits import PROGRAMS, SELECT_TILE, score_and_select, why_unsupported_indexer_logits_topk
+from .indexer_logits import GROUPS, PROGRAMS, SELECT_TILE, score_and_select, why_unsupported_indexer_logits_topk
 from .select_topk import SlotMap
 
 
@@ -21,10 +21,11 @@ def indexer_topk_slots(
     programs: int = PROGRAMS,
     score_tile: tuple[int, int, int] | None = None,
     select_tile: tuple[int, int] = SELECT_TILE,
+    groups: tuple[int, int] = GROUPS,
 ) -> tuple[Tensor, Tensor]:
     """Launch `indexer_topk_slots`. Entries and keyword arguments are those of the launcher `indexer_logits_topk`."""
     slots = op.q.new_empty((op.q.shape[0], op.topk), dtype=torch.int32)
     counts = op.q.new_empty((op.q.shape[0],), dtype=torch.int32)
     to_slots = SlotMap(counts, op.extra_block_table, op.is_valid_token, op.extra_block_size)
-    score_and_select(slots, op.selection(), to_slots, programs, score_tile, select_tile)
+    score_and_select(slots, op.selection(), to_slots, programs, score_tile, select_tile, groups)
     return slots, counts

@@ -78,7 +78,7 @@ class Shape(NamedTuple):
     Attributes:
         block_size: entries of a page, a multiple of TILE. order_keys: whether these are written, not logits.
         heads, padded_heads: heads of a query and columns of the GEMM. stages: buffers of the ring.
-        dependent: whether the selection may start early.
+        dependent: whether the selection may start early. group: see `ScoreCall`; it divides 16, the rows of a warp.
     """
 
     block_size: int
@@ -87,6 +87,7 @@ class Shape(NamedTuple):
     padded_heads: int
     stages: int
     dependent: bool
+    group: int = 0
 
 
 class Strides(NamedTuple):
@@ -173,13 +174,14 @@ def order_key(logit):
 @gluon.jit
 def _score_tiles(context, tensors, ring, queries, strides, sizes, width, SHAPE: gl.constexpr, PDL: gl.constexpr):
     """Score the tiles that `_copy_tiles` copies."""
-    p_out, p_q, p_weights = tensors
+    p_out, p_best, p_q, p_weights = tensors
     pages, table_rows, reach, topk = sizes
     BLOCK_SIZE: gl.constexpr = SHAPE.block_size
     ORDER_KEYS: gl.constexpr = SHAPE.order_keys
     HEADS: gl.constexpr = SHAPE.heads
     PADDED_HEADS: gl.constexpr = SHAPE.padded_heads
     STAGES: gl.constexpr = SHAPE.stages
+    GROUP: gl.constexpr = SHAPE.group
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PADDED_HEADS, 16]
     )
@@ -234,6 +236,13 @@ def _score_tiles(context, tensors, ring, queries, strides, sizes, width, SHAPE: 
             seen = (column < length) & (block >= 0) & (block < pages)
             if ORDER_KEYS:
                 gl.store(p_row_out + column, gl.where(seen, order_key(logit), INVISIBLE), mask=column < length)
+                if GROUP > 0:
+                    # [TILE / GROUP]; rows of a group are in one warp.
+                    order = gl.where(seen, order_key(logit), INVISIBLE)
+                    largest = gl.max(gl.reshape(order, [TILE // GROUP, GROUP]), 1)
+                    group = tile * (TILE // GROUP) + gl.arange(0, TILE // GROUP, largest.type.layout)
+                    p_row_best = p_best + token * (strides.out // GROUP)
+                    gl.store(p_row_best + group, largest, mask=group * GROUP < length)
             else:
                 gl.store(p_row_out + column, gl.where(seen, logit, float("-inf")), mask=column < width)
         if not ORDER_KEYS:
@@ -261,6 +270,7 @@ def indexer_score_sm90_kernel(
     reach,
     width,
     topk,
+    p_best,  # [T, columns of p_out / SHAPE.group] int32, contiguous; None without groups
     SHAPE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -285,7 +295,7 @@ def indexer_score_sm90_kernel(
     thread_barrier()
     ring = keys, scales, ready, free
     gl.warp_specialize([
-        (_score_tiles, (context, (p_out, p_q, p_weights), ring, q_tile, strides, sizes, width, SHAPE, PDL)),
+        (_score_tiles, (context, (p_out, p_best, p_q, p_weights), ring, q_tile, strides, sizes, width, SHAPE, PDL)),
         (_copy_tiles, (context, (source_keys, source_scales), ring, strides.tokens, sizes, SHAPE, PDL)),
     ], [1], [COPY_REGISTERS])  # fmt: skip
 
@@ -337,7 +347,8 @@ def score(call: ScoreCall, splits: int, stages: int = STAGES) -> None:
         call.visible_width,
         call.width,
         call.topk,
-        SHAPE=Shape(op.block_size, call.order_keys, heads, padded, stages, call.dependent),
+        call.best,
+        SHAPE=Shape(op.block_size, call.order_keys, heads, padded, stages, call.dependent, call.group),
         # Scoring threads and those of the copy warp alike.
         maxnreg=max(64, min(MAX_REGISTERS, padded // 2 + 32)),
         **pdl_arguments(out.device, tokens * splits),

@@ -51,6 +51,8 @@ class ScoreCall(NamedTuple):
         width: columns to write.
         topk: a context of up to so many entries needs no order keys, because all of it is selected.
         dependent: whether the next kernel may start while this one runs.
+        best: int32 `[T, columns of out / group]`, contiguous, for order keys: the largest of each group of neighbouring
+            columns, for contexts of more than `topk` entries; None writes none.
     """
 
     op: PagedArguments
@@ -58,6 +60,12 @@ class ScoreCall(NamedTuple):
     width: int
     topk: int = 0
     dependent: bool = False
+    best: Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        """Columns of a group, 0 without `best`."""
+        return 0 if self.best is None else self.out.stride(0) // self.best.stride(0)
 
     @property
     def order_keys(self) -> bool:
@@ -114,7 +122,7 @@ class Shape(NamedTuple):
         fmt: format of the keys. order_keys: what is written. heads, dim: of a query.
         padded_heads, block_size, dependent: heads of a tile, entries of a page and PDL; paged keys alone.
         queries, stages: tokens of a tile and stages of the loop over heads; gathered keys alone.
-        entries: keys of a tile.
+        entries: keys of a tile. group: columns of a group, 0 if their largest keys are not written; paged keys alone.
     """
 
     fmt: str
@@ -127,6 +135,7 @@ class Shape(NamedTuple):
     dependent: bool = False
     queries: int = 0
     stages: int = 0
+    group: int = 0
 
 
 class Strides(NamedTuple):
@@ -248,6 +257,7 @@ def indexer_score_kernel(
     reach,
     width,
     topk,
+    p_best,  # [T, columns of p_out / SHAPE.group] int32, contiguous; None without groups
     SHAPE: tl.constexpr,
 ):
     """Score every S-th tile of entries of token p, from tile s on, in program (p, s) of (T, S).
@@ -297,6 +307,12 @@ def indexer_score_kernel(
             mask = start + tl.arange(0, ENTRIES) < end
             if ORDER_KEYS:
                 tl.store(p_entries + start, tl.where(seen, order_key(logit), INVISIBLE), mask=mask)
+                if SHAPE.group > 0:
+                    key = tl.where(seen, order_key(logit), INVISIBLE)
+                    group = start // SHAPE.group + tl.arange(0, ENTRIES // SHAPE.group)
+                    largest = tl.max(tl.reshape(key, (ENTRIES // SHAPE.group, SHAPE.group)), axis=1)
+                    p_groups = p_best + token * (strides.out // SHAPE.group)
+                    tl.store(p_groups + group, largest, mask=group * SHAPE.group < end)
             else:
                 tl.store(p_entries + start, tl.where(seen, logit, float("-inf")), mask=mask)
 
@@ -428,9 +444,10 @@ def score(call: ScoreCall, programs: int, tile: tuple[int, int, int] = SCORE_TIL
         call.visible_width,
         call.width,
         call.topk,
+        call.best,
         SHAPE=Shape(
             op.cache_format, call.order_keys, heads, columns if op.cache_format == "plain" else INDEXER_HEAD_DIM,
-            entries, max(MIN_TILE, triton.next_power_of_2(heads)), op.block_size, call.dependent,
+            entries, max(MIN_TILE, triton.next_power_of_2(heads)), op.block_size, call.dependent, group=call.group,
         ),
         num_warps=warps,
         num_stages=stages,

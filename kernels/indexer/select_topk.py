@@ -36,7 +36,7 @@ SMs."""
 
 
 @triton.jit
-def _rank(hits, THREADS: tl.constexpr):
+def rank(hits, THREADS: tl.constexpr):
     """Return, for int32 `hits` `[rows, run]` of 0 or 1, the number before each element, and that in each run."""
     ROWS: tl.constexpr = hits.shape[0]
     of_run = tl.sum(hits, axis=1)
@@ -47,7 +47,7 @@ def _rank(hits, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _choose(key, boundary, equal, THREADS: tl.constexpr):
+def choose(key, boundary, equal, THREADS: tl.constexpr):
     """Select those keys of a tile that are >= hi, and of those in [lo, hi) the first `room` of the row.
 
     `equal` counts those in [lo, hi) before this tile. Returns a mask, and that count before the next tile.
@@ -57,14 +57,14 @@ def _choose(key, boundary, equal, THREADS: tl.constexpr):
     # Rare: without equal keys at the boundary all keys >= hi are K.
     if equal < room:
         is_equal = (key >= lo) & (key < hi)
-        rank, of_run = _rank(is_equal.to(tl.int32), THREADS)
-        chosen |= is_equal & (equal + rank < room)
+        before, of_run = rank(is_equal.to(tl.int32), THREADS)
+        chosen |= is_equal & (equal + before < room)
         equal += tl.sum(of_run)
     return chosen, equal
 
 
 @triton.jit
-def _pad_row(p_selected, p_count, is_valid, number, mapped, SHAPE: tl.constexpr):
+def pad_row(p_selected, p_count, is_valid, number, mapped, SHAPE: tl.constexpr):
     """Pad a row after its first `number` columns, and write how many of these have slots."""
     o_k = tl.arange(0, SHAPE.padded_k)
     tl.store(p_selected + o_k, PAD, mask=(o_k >= number) & (o_k < SHAPE.k))
@@ -85,8 +85,8 @@ def _select_from_parts(p_selected, best, length, slot_row, at, SHAPE: tl.constex
     number, equal, mapped = tl.zeros_like(boundary[0]), tl.zeros_like(boundary[0]), tl.zeros_like(boundary[0])
     for start in range(0, length, TILE):
         key = load_tile(p_best, start, length, SHAPE)
-        chosen, equal = _choose(key, boundary, equal, THREADS)
-        place, of_run = _rank(chosen.to(tl.int32), THREADS)
+        chosen, equal = choose(key, boundary, equal, THREADS)
+        place, of_run = rank(chosen.to(tl.int32), THREADS)
         p_from = p_best_columns + tile_columns(start, SHAPE)
         value = tl.load(p_from, mask=chosen, other=0, cache_modifier=".cg")
         if SHAPE.page > 0:
@@ -158,8 +158,8 @@ def select_topk_kernel(
             is_valid = tl.load(p_is_valid + token * strides.valid)
         key = load_tile(p_row, 0, own, SHAPE)
         boundary = bounds(p_row, key, own, at, 1, False, SHAPE)
-        chosen, _ = _choose(key, boundary, tl.zeros_like(boundary[2]), THREADS)
-        place, of_run = _rank(chosen.to(tl.int32), THREADS)
+        chosen, _ = choose(key, boundary, tl.zeros_like(boundary[2]), THREADS)
+        place, of_run = rank(chosen.to(tl.int32), THREADS)
         # One sum of two numbers: those that have slots in the upper half of the word.
         both = tl.sum(tl.where(live, of_run * ((1 << 16) + 1), of_run))
         number, mapped = both & ((1 << 16) - 1), both >> 16
@@ -168,7 +168,7 @@ def select_topk_kernel(
             if PAGE > 0:
                 value = tl.where(live[:, None], slot[:, None] + tl.arange(0, RUN)[None, :], PAD)
             store_in_place(p_selected + place, value, chosen, NATIVE)
-            _pad_row(p_selected, p_count, is_valid, number, mapped, SHAPE)
+            pad_row(p_selected, p_count, is_valid, number, mapped, SHAPE)
         else:
             p_token_best, p_token_columns = p_best + token * strides.best, p_best_columns + token * strides.best
             store_in_place(p_token_best + part * K + place, key, chosen, NATIVE)
@@ -182,7 +182,7 @@ def select_topk_kernel(
                 all_chosen, mapped = _select_from_parts(
                     p_selected, (p_token_best, p_token_columns), parts * K, slot_row, at, SHAPE
                 )
-                _pad_row(p_selected, p_count, is_valid, all_chosen, mapped, SHAPE)
+                pad_row(p_selected, p_count, is_valid, all_chosen, mapped, SHAPE)
 
 
 class Strides(NamedTuple):

@@ -170,6 +170,21 @@ def test_order_keys_are_those_of_the_logits(kernel: Any, topk: int) -> None:
     assert torch.equal(keys, torch.where(torch.arange(width) < lens, want, -7))
 
 
+@pytest.mark.parametrize("group", [4, 8, 16])
+def test_the_largest_key_of_each_group_is_written(kernel: Any, group: int) -> None:
+    """Contexts of up to 69 entries are not scored, and have none."""
+    args = arguments(9, 5, 3, 64)
+    width = args[4].shape[1] * args[7]
+    keys = torch.full((9, width + 64), -7, dtype=torch.int32)
+    best = torch.full((9, (width + 64) // group), -7, dtype=torch.int32)
+    kernel.score(ScoreCall(LogitsArguments(*args, max_context=width), keys, width, 69, best=best), 2, 3)
+    assert torch.equal(keys[:, :width], scored(kernel, args, torch.int32, width, 69, 3))
+    lens = torch.where(args[5].clamp(0, 1) == args[5], args[6].clamp(0, width), 0)[:, None]
+    seen = torch.where(torch.arange(width + 64) < lens, keys, INVISIBLE).view(9, -1, group).amax(2)
+    written = (torch.arange(best.shape[1]) * group < lens) & (lens > 69)
+    assert torch.equal(best, torch.where(written, seen, -7))
+
+
 @pytest.fixture(scope="module", params=["early", "late"])
 def ragged(request: pytest.FixtureRequest) -> Any:
     """Return the kernel for gathered keys, with copies that land as early as possible, or as late."""
