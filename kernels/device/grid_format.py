@@ -1,4 +1,4 @@
-"""Triton functions that round rows to the grids mxfp8, nvfp4 and mxfp4, bit for bit as the reference.
+"""Triton functions that round rows to the grids mxfp8, nvfp4 and mxfp4 and read them, bit for bit as the reference.
 
 The reference is reference/common/row_format.py: a grid rounds all channels of a row, and 32 (mxfp8, mxfp4) or 16
 (nvfp4) neighbours share a scale byte. Elements of four bits are pairs in a byte, the even channel in the low nibble.
@@ -15,7 +15,17 @@ from ...layout import MX_TILE as _MX_TILE
 from ...layout import MXFP4_AMAX_FLOOR as _MXFP4_AMAX_FLOOR
 from ...layout import NVFP4_AMAX_FLOOR as _NVFP4_AMAX_FLOOR
 from ...layout import NVFP4_TILE as _NVFP4_TILE
-from .quant import FP8_MAX, MAGNITUDE, MANTISSA_BITS, SUBNORMAL_HALF, UE8M0_BIAS, e4m3, tile_byte, ue8m0_inverse
+from .quant import (
+    FP8_MAX,
+    MAGNITUDE,
+    MANTISSA_BITS,
+    SUBNORMAL_HALF,
+    UE8M0_BIAS,
+    e4m3,
+    tile_byte,
+    ue8m0_inverse,
+    ue8m0_scale,
+)
 
 E2M1_MAX = tl.constexpr(_E2M1_MAX)
 KV_AMAX_FLOOR = tl.constexpr(_KV_AMAX_FLOOR)
@@ -112,3 +122,48 @@ def dequantize_mxfp4(packed, byte):
     scale = tl.where(byte == 0, SUBNORMAL_HALF, tl.where(byte == NAN_BYTE, NAN_BITS, byte << MANTISSA_BITS))
     value = bits.to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)[:, :, None]
     return tl.reshape(value, (M, D)).to(tl.bfloat16)
+
+
+@triton.jit
+def dequantize_mxfp8(code, byte):
+    """Return exact bfloat16 `[M, D]` from e4m3 uint8 `[M, D]` and UE8M0 uint8 `[M, D / 32]`."""
+    M: tl.constexpr = code.shape[0]
+    D: tl.constexpr = code.shape[1]
+    tiles = tl.reshape(e4m3_value(code), (M, D // MX_TILE, MX_TILE))
+    return tl.reshape(tiles * ue8m0_scale(byte.to(tl.int32))[:, :, None], (M, D)).to(tl.bfloat16)
+
+
+@triton.jit
+def dequantize_nvfp4(packed, byte):
+    """Return exact bfloat16 `[M, D]` from pairs of e2m1 uint8 `[M, D / 2]` and e4m3 uint8 `[M, D / 16]`."""
+    M: tl.constexpr = packed.shape[0]
+    D: tl.constexpr = 2 * packed.shape[1]
+    code = tl.reshape(tl.join(packed & 0xF, packed >> 4), (M, D // NVFP4_TILE, NVFP4_TILE)).to(tl.int32)
+    # Exponent and mantissa of e2m1 are those of a float32 that is 2^-126 of the value, subnormals included.
+    bits = ((code & 7) << (MANTISSA_BITS - 1)) | ((code & 8) << 28)
+    value = bits.to(tl.float32, bitcast=True) * 2.0**126
+    return tl.reshape(value * e4m3_value(byte)[:, :, None], (M, D)).to(tl.bfloat16)
+
+
+@triton.jit
+def quantize(x, GRID: tl.constexpr):
+    """Quantise float32 `x` `[M, D]`: return its data and its scales, uint8 `[M, bytes of a row]` each."""
+    if GRID == "mxfp8":
+        stored = quantize_mxfp8(x)
+    elif GRID == "nvfp4":
+        stored = quantize_nvfp4(x)
+    else:
+        stored = quantize_mxfp4(x)
+    return stored
+
+
+@triton.jit
+def dequantize(data, scale, GRID: tl.constexpr):
+    """Return exact bfloat16 `[M, D]` from what `quantize` returns."""
+    if GRID == "mxfp8":
+        x = dequantize_mxfp8(data, scale)
+    elif GRID == "nvfp4":
+        x = dequantize_nvfp4(data, scale)
+    else:
+        x = dequantize_mxfp4(data, scale)
+    return x

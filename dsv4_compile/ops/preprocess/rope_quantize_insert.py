@@ -51,6 +51,7 @@ rope_quantize_insert = define(
     reference=reference.rope_quantize_insert,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.preprocess.rope_quantize_insert",
     cost=CostModel(
         lambda T, D, rope, row, e=2: (T * (angles(rope) + e * D + inserted(row)), 0),
         sizes=lambda call: call.of_rows("x") | call.rope | call.row(call.dims("x")[1], "x"),

@@ -1,0 +1,22 @@
+"""Calls for fingerprints of kernels, continued: rows of DeepSeek-V4.1's caches."""
+
+from __future__ import annotations
+
+from dsv4_compile import layout
+from tests.tools.fingerprint_calls import KEY_D, TOKENS, Calls, D, cache, longs, register, rope, zeros
+
+FORMATS = {
+    "window": ("mxfp8", layout.V41_WINDOW_BLOCK, D),
+    "entry": ("nvfp4", layout.V41_ENTRY_BLOCK, D),
+    "index key": ("mxfp4", layout.V41_ENTRY_BLOCK, KEY_D),
+}
+"""Format, rows of a page and channels of each cache."""
+
+
+@register
+def rope_quantize_insert() -> Calls:
+    """Yield rows of each cache."""
+    for tokens in TOKENS:
+        for name, (fmt, page, dim) in FORMATS.items():
+            rows = zeros(tokens, dim), cache(fmt, page, dim), longs(tokens), longs(tokens), rope(), page, fmt
+            yield f"{name}, {tokens} tokens", rows
