@@ -29,11 +29,10 @@ from ...errors import check, fail
 from ...runtime import DraftStatistics, Statistics
 from ...sizes import check_size, shown
 from ..model.arguments import callback, check_flags, integer, stop_set, token_ids
-from ..model.causal_lm import CompilableForCausalLM
 from ..model.draft_generate import refuse_missing_drafts
 from .request_slots import NewToken, RequestSlots
 from .requests import Progress, Request
-from .running_model import RunningModel
+from .running_model import check_runs, steps_of
 from .running_ranks import RunningRanks, progress_of, ranks_of, rejecting
 from .sampling import RequestSampling
 
@@ -44,10 +43,11 @@ class RunningBatch(RequestSlots):
     """Runs requests of a converted model together, each with the tokens that it gets alone.
 
     Args:
-        model: what `hf.convert` returned, whole or split. Its weights are shared; the cache is the batch's own.
+        model: what `hf.convert` returned, whole or split, or `models.v41.load`, whole. Its weights are shared; the
+            cache is the batch's own.
         slots: most requests that run at the same time.
         max_seq_len: most tokens of a request, prompt and answer together, rounded up to whole pages of 256 (None = that
-            of the model's cache).
+            of the model's cache; a V4.1 has none and rounds nothing).
         prefill_chunk: most prompt tokens of a step, of one or several requests. Longer prompts take several steps,
             between which the others decode. Smaller chunks shrink the cache and the waits of the others; a GPU
             computes chunks of some thousand tokens best.
@@ -84,12 +84,7 @@ class RunningBatch(RequestSlots):
         graphs: str = "auto",
         drafts: bool | None = None,
     ) -> None:
-        check(
-            isinstance(model, CompilableForCausalLM),
-            "E208",
-            got=f"a {type(model).__name__}",
-            fix="pass a model that dsv4_compile.hf.convert returned",
-        )
+        check_runs(model)
         ranks = ranks_of(model)
         with rejecting(ranks):
             super().__init__(check_size("slots", slots))
@@ -107,7 +102,7 @@ class RunningBatch(RequestSlots):
             drafts = model.dsv4_drafts is not None if drafts is None else drafts
             prefill_chunk = check_size("prefill_chunk", prefill_chunk, least=2)
             with torch.inference_mode(False):  # later steps write its tensors in any mode
-                steps = RunningModel(model, slots, max_seq_len, prefill_chunk, backend, options, graphs, drafts)
+                steps = steps_of(model, slots, max_seq_len, prefill_chunk, backend, options, graphs, drafts)
             if ranks is not None:
                 self._ranks = RunningRanks(model, arguments)
                 weakref.finalize(self, self._ranks.leave)

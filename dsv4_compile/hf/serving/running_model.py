@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import check, error, fail
+from ...errors import check, fail
 from ...metadata import MetadataBuffers
-from ...ops.common.define import OPS
-from ...options import INVARIANT, Options
+from ...models.v41.model import V41Model
+from ...options import INVARIANT
 from ...progress import stage
 from ...runtime import DecodeRunner, Statistics, mark_static_inputs
 from ...runtime.addresses import AddressCheck, named_tensors
 from ...runtime.bucket_sizes import request_buckets, token_buckets
+from ...runtime.compiler_choice import compiler_of
 from ...runtime.repeated_layers import writes_out
 from ...runtime.start_times import spending
 from ...runtime.warmup import warming_up
-from ...sizes import shown
 from ..model.cache import cache_like
 from ..model.call_checks import check_call
 from ..model.causal_lm import CompilableForCausalLM
@@ -34,23 +34,20 @@ Slots = Sequence[Progress | None]
 """Request in each slot of the cache."""
 
 
-def _compiler(backend: Any, options: Any) -> tuple[Any, dict[str, Any] | None]:
-    """Return the function of a backend's name, None without one, and its options. Raises E301 for unknown ones."""
-    from ..._compat import lookup_backend
+def check_runs(model: Any) -> None:
+    """Raise E208 for a model that no `RunningBatch` runs."""
+    converted = isinstance(model, (CompilableForCausalLM, V41Model))
+    fix = "pass a model that dsv4_compile.hf.convert or models.v41.load returned"
+    check(converted, "E208", got=f"a {type(model).__name__}", fix=fix)
 
-    fix = 'pass "dsv4", the name of a backend that torch.compile knows, or None'
-    check(options is None or isinstance(options, Mapping), "E301", got=f"options={shown(options)}", fix="pass a dict")
-    if backend is None:
-        check(not options, "E301", got=f"options={shown(options)} without a backend", fix='add backend="dsv4"')
-        return None, None
-    check(isinstance(backend, str) or callable(backend), "E301", got=f"backend={shown(backend)}", fix=fix)
-    try:
-        compiler = lookup_backend(backend)
-    except Exception as fault:
-        raise error("E301", got=f"backend={shown(backend)}", why=str(fault).splitlines()[0], fix=fix) from fault
-    if backend == "dsv4":
-        Options.parse(None, options, ops=OPS)
-    return compiler, None if options is None else dict(options)
+
+def steps_of(model: Any, *arguments: Any) -> Any:
+    """Return the `RunningModel` of a converted model, or the `RunningV41` of a DeepSeek-V4.1."""
+    if isinstance(model, V41Model):
+        from ...models.v41.running import RunningV41  # late: it imports modules of this package
+
+        return RunningV41(model, *arguments)
+    return RunningModel(model, *arguments)
 
 
 class RunningModel:
@@ -84,7 +81,7 @@ class RunningModel:
         )
         self.graphs = ("cuda" if device.type == "cuda" else "off") if graphs == "auto" else graphs
         mark_static_inputs(named_tensors(self.caches, "caches"))
-        compiler, compile_options = _compiler(backend, options)
+        compiler, compile_options = compiler_of(backend, options)
 
         def compiled(call: Any) -> Any:
             if backend is None:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import DSV4Error, check, error, fail
+from ...models.v41.model import V41Model
 from ...parallel import Ranks, agreement, split_of, watchdog
 from ...parallel.fake_group import is_fake
 from ...parallel.messages import Messages
@@ -39,7 +40,7 @@ _numbers = itertools.count()
 
 def ranks_of(model: Any) -> Ranks | None:
     """Return the ranks that a converted model is split over, None if no other rank exists."""
-    in_step = model.model.dsv4_in_step
+    in_step = None if isinstance(model, V41Model) else model.model.dsv4_in_step
     if in_step is None or in_step.ranks.size == 1 or is_fake(in_step.ranks):
         return None
     ranks: Ranks = in_step.ranks

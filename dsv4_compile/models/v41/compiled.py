@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import progress
 from ...errors import check
 from ...layout import PAD_INDEX
+from ...runtime.compiler_choice import compiler_of
 from .cache import V41Caches, V41Format
 from .captured import GRAPHS, CapturedSteps
 from .model import V41Model
@@ -43,14 +44,13 @@ class CompiledSteps:
         self.model, self.caches = model, caches
         self._forward: Callable[..., Tensor] = model
         self._encode: Callable[..., None] = model.encode
-        self._compiles = backend is not None
+        compiler, compile_options = compiler_of(backend, options)
+        self._compiles = compiler is not None
         if self._compiles:
             settings: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": True}
-            if options is not None:
-                settings["options"] = dict(options)
+            if compile_options is not None:
+                settings["options"] = compile_options
             self._forward, self._encode = torch.compile(model, **settings), torch.compile(model.encode, **settings)
-        else:
-            check(not options, "E301", got=f"{options=} without a backend", fix='add backend="dsv4"')
         self.captured: CapturedSteps | None = None
         if graphs != "off":
             self.captured = CapturedSteps(model, caches, self._forward, buckets=buckets, graphs=graphs)
@@ -148,7 +148,8 @@ def compile(
         buckets: numbers of tokens to capture (None = those of 1 to `max_batch_size` requests).
 
     Raises E204 for sizes and E210 for caches that do not fit, both without `caches`; E201 for sizes with `caches`;
-    E420 for CUDA graphs on a CPU, E422 and E424 for steps that cannot be captured.
+    E301 for a backend or options that nobody knows; E420 for CUDA graphs on a CPU; E422 and E424 for steps that cannot
+    be captured.
     """
     check(graphs in GRAPHS, "E420", got=f"{graphs=}", rule=f"graphs is one of {', '.join(GRAPHS)}", fix="pass one")
     kind = ("cuda" if model.device.type == "cuda" else "off") if graphs == "auto" else graphs

@@ -16,7 +16,7 @@ from .cache import V41Caches, V41Format
 from .captured import CapturedSteps
 from .compiled import CompiledSteps
 from .model import V41Model
-from .prefill import LEAST_ROWS, check_prompts, prefill
+from .prefill import LEAST_ROWS, check_prompts, prefill, to_device
 from .ranks import same_on_ranks, step_of_ranks
 
 
@@ -75,7 +75,7 @@ def generate(
     live = [True] * len(prompts)
     chosen = choose_tokens(logits, _numbers(settings, device))
     if captured is not None:
-        captured.load(chosen, torch.tensor(lengths).to(device), torch.arange(len(prompts), device=device))
+        captured.load(chosen, to_device(torch.tensor(lengths), device), torch.arange(len(prompts), device=device))
     for step in range(new):
         reading, is_last = TokenReading(chosen), step == new - 1
         if captured is not None and not is_last:
@@ -102,7 +102,7 @@ def generate(
         requests = [i if live[i] else PAD_INDEX for i in range(len(prompts))]
         missing = [PAD_INDEX] * (LEAST_ROWS - len(prompts))
         rows = (values + missing, positions + missing, requests + missing)
-        inputs = [torch.tensor(numbers).to(device) for numbers in rows]
+        inputs = [to_device(torch.tensor(numbers), device) for numbers in rows]
         with step_of_ranks(model):
             logits = run(*inputs, caches)[: len(prompts)]
         chosen = choose_tokens(logits, _numbers(settings, device))
@@ -123,7 +123,7 @@ def _captured(model: V41Model, forward: Any, requests: int) -> CapturedSteps | N
 def _numbers(settings: Sequence[Any], device: torch.device) -> Tensor:
     """Return what `choose_tokens` takes for the next token of each request, float64 `[R, 4]`."""
     numbers = torch.tensor([setting.draw() for setting in settings], dtype=torch.float64)
-    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
+    return to_device(numbers, device)
 
 
 class TokenReading:

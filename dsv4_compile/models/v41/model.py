@@ -121,6 +121,8 @@ class V41Model(nn.Module):
     first_token = 0
     in_step: Any = None
     """`hf.model.in_step.InStep` of a split model, which watches the calls of all ranks."""
+    dsv4_drafts: Any = None
+    """Drafts, as a `RunningBatch` asks for them: none is built."""
 
     def __init__(
         self, config: V41Config, dtype: torch.dtype, *, quantised: bool = False, quantize_input: bool = False
@@ -143,6 +145,11 @@ class V41Model(nn.Module):
     def device(self) -> torch.device:
         """Device of the weights."""
         return self.embed.weight.device
+
+    @property
+    def generation_config(self) -> V41Config:
+        """Configuration with `eos_token_id`, which ends requests of a `RunningBatch`."""
+        return self.config
 
     def new_caches(self, *, cache_format: V41Format | None = None, **sizes: Any) -> V41Caches:
         """Return caches on the model's device. `sizes` are those of `V41Caches`; `cache_format` is the model's own."""

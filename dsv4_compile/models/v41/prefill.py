@@ -42,6 +42,11 @@ def tail_length(config: V41Config, mode: str) -> int | None:
     return config.exact_tail if mode == "tail" else config.sliding_window
 
 
+def check_mode(model: V41Model) -> None:
+    """Raise E208 for a model in training mode."""
+    check(not model.training, "E208", got="a V41Model in training mode", fix="call model.eval()")
+
+
 class Prompt(NamedTuple):
     """New tokens of a request: int64 `[n]` on the CPU, its row of the caches, and the tokens that it has already."""
 
@@ -56,7 +61,7 @@ class Chunk(NamedTuple):
     Attributes:
         ids, positions, requests: int64 `[T]`.
         tail: rows that layers after the last source run; None for all.
-        ends: places in `last` of prompts that end here, and their row among those that run all layers.
+        ends: numbers of prompts that end here, and their row among those that run all layers.
     """
 
     ids: Tensor
@@ -66,29 +71,45 @@ class Chunk(NamedTuple):
     ends: list[tuple[int, int]]
 
 
+class Piece(NamedTuple):
+    """Tokens `first` to `last` of a prompt, which a step runs."""
+
+    prompt: Prompt
+    first: int
+    last: int
+
+
+def chunk_of(pieces: Sequence[Piece], tail: int | None) -> Chunk:
+    """Return the step of these tokens, which fill at least two rows.
+
+    `tail` is the number of a prompt's last tokens that run all layers, None for all of them.
+    """
+    ids, positions, requests, tail_rows, first, ends, rows = [], [], [], [], [], [], 0
+    for number, (prompt, begin, end) in enumerate(pieces):
+        at = torch.arange(begin, end) + prompt.start
+        tail_begin = 0 if tail is None else max(prompt.start + len(prompt.ids) - tail, 0)
+        ids.append(prompt.ids[begin:end])
+        positions.append(at)
+        requests.append(torch.full((len(at),), prompt.request))
+        tail_rows.append((at >= tail_begin).nonzero()[:, 0] + rows)
+        # Rows before this prompt's tail are missing, those of an earlier turn are there.
+        first.append(torch.full((len(tail_rows[-1]),), tail_begin if tail_begin > prompt.start else 0))
+        rows += len(at)
+        if end == len(prompt.ids):
+            ends.append((number, sum(map(len, tail_rows)) - 1))
+    on_tail = None if tail is None else Tail(torch.cat(tail_rows), torch.cat(first))
+    return _padded(Chunk(torch.cat(ids), torch.cat(positions), torch.cat(requests), on_tail, ends))
+
+
 def chunks_of(prompts: Sequence[Prompt], chunk: int, tail: int | None) -> Iterator[Chunk]:
     """Yield steps with up to `chunk` tokens of each prompt."""
     steps = max((-(-len(prompt.ids) // chunk) for prompt in prompts), default=0)
     for number in range(steps):
-        ids, positions, requests, tail_rows, first, ends, rows = [], [], [], [], [], [], 0
-        for number_of_prompt, prompt in enumerate(prompts):
-            piece = prompt.ids[number * chunk : (number + 1) * chunk]
-            if not len(piece):
-                continue
-            at = torch.arange(len(piece)) + prompt.start + number * chunk
-            total = prompt.start + len(prompt.ids)
-            begin = 0 if tail is None else max(total - tail, 0)
-            ids.append(piece)
-            positions.append(at)
-            requests.append(torch.full((len(piece),), prompt.request))
-            tail_rows.append((at >= begin).nonzero()[:, 0] + rows)
-            # Rows before this prompt's tail are missing, those of an earlier turn are there.
-            first.append(torch.full((len(tail_rows[-1]),), begin if begin > prompt.start else 0))
-            rows += len(piece)
-            if (number + 1) * chunk >= len(prompt.ids):
-                ends.append((number_of_prompt, sum(map(len, tail_rows)) - 1))
-        on_tail = None if tail is None else Tail(torch.cat(tail_rows), torch.cat(first))
-        yield Chunk(torch.cat(ids), torch.cat(positions), torch.cat(requests), on_tail, ends)
+        begin = number * chunk
+        pieces = [Piece(prompt, begin, min(begin + chunk, len(prompt.ids))) for prompt in prompts]
+        numbers = [index for index, piece in enumerate(pieces) if piece.first < piece.last]
+        step = chunk_of([pieces[index] for index in numbers], tail)
+        yield step._replace(ends=[(numbers[index], row) for index, row in step.ends])
 
 
 def _padded(step: Chunk) -> Chunk:
@@ -134,27 +155,37 @@ def prefill(
     All ranks of a split model make the same call, E702 on all of them otherwise.
     """
     with same_on_ranks(model, "prefill") as facts:
+        check_mode(model)
         tail = tail_length(model.config, mode)
         size = min(check_optional_size("chunk", chunk) or caches.max_step_tokens, caches.max_step_tokens)
         checked = check_prompts(model.config, caches, prompts, requests, starts)
         facts |= facts_of(checked) | {"chunk": size, "mode": mode}
-    run, device = model if forward is None else forward, model.device
-    encode = getattr(run, "encode", model.encode)
-    logits = torch.empty(len(checked), model.config.vocab_size, device=device)
-    for step in map(_padded, chunks_of(checked, size, tail)):
-        tokens = step.ids.to(device), step.positions.to(device), step.requests.to(device)
-        if step.tail is not None and not len(step.tail.rows):
-            with step_of_ranks(model):
-                encode(*tokens, caches)
-            continue
-        on_device = None if step.tail is None else Tail(step.tail.rows.to(device), step.tail.first.to(device))
-        rows = [row for _, row in step.ends]
-        last = torch.tensor(rows + [0] * (LEAST_ROWS - len(rows)), dtype=torch.int64).to(device)
-        with step_of_ranks(model):
-            result = run(*tokens, caches, tail=on_device, last=last)
+    run = model if forward is None else forward
+    logits = torch.empty(len(checked), model.config.vocab_size, device=model.device)
+    for step in chunks_of(checked, size, tail):
+        result = run_chunk(model, run, caches, step)
         for row, (index, _) in enumerate(step.ends):
             logits[index] = result[row]
     return logits
+
+
+def run_chunk(model: V41Model, run: Callable[..., Tensor], caches: V41Caches, step: Chunk) -> Tensor:
+    """Run a step of prompts by the model or what `compile` returns; return logits `[N, V]` for its `ends` first."""
+    tokens = [to_device(values, model.device) for values in (step.ids, step.positions, step.requests)]
+    if step.tail is not None and not len(step.tail.rows):
+        with step_of_ranks(model):
+            getattr(run, "encode", model.encode)(*tokens, caches)
+        return torch.empty(0, model.config.vocab_size, device=model.device)
+    tail = None if step.tail is None else Tail(*(to_device(values, model.device) for values in step.tail))
+    rows = [row for _, row in step.ends]
+    last = to_device(torch.tensor(rows + [0] * (LEAST_ROWS - len(rows)), dtype=torch.int64), model.device)
+    with step_of_ranks(model):
+        return run(*tokens, caches, tail=tail, last=last)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the CPU to a device, from pinned memory to a GPU, so that the host does not wait."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def facts_of(prompts: Sequence[Prompt]) -> dict[str, Any]:

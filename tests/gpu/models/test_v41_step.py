@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4_compile import hf
 from dsv4_compile.errors import GraphError
 from dsv4_compile.models.v41 import V41Caches, V41Format, V41Model, compile, generate, load, save_folder
 from dsv4_compile.models.v41.captured import CapturedSteps
@@ -127,6 +128,19 @@ def test_a_compiled_step_is_captured() -> None:
     tokens = generate(case.model, prompts(), max_new_tokens=8, stop=[], forward=steps)
     assert [len(new) for new in tokens] == [8, 8, 8]
     assert generate(case.model, prompts(), max_new_tokens=8, stop=[], forward=steps) == tokens
+
+
+def test_requests_of_a_batch_get_tokens_of_their_prompts(case: Case) -> None:
+    """Decode steps are captured; batches of other sizes sum in other orders, so a batch is compared with itself."""
+    answers = []
+    for _ in range(2):
+        batch = hf.RunningBatch(case.model, slots=3, max_seq_len=128, prefill_chunk=16)
+        requests = [batch.submit(prompt, max_new_tokens=12, stop_tokens=[]) for prompt in (*prompts(), [3], [4, 5])]
+        requests.append(batch.submit([6, 7, 8], max_new_tokens=12, stop_tokens=[], temperature=1.0, seed=4))
+        batch.run()
+        assert batch.statistics.captures == 2 and batch.statistics.replays > 10
+        answers.append([request.tokens for request in requests])
+    assert answers[0] == answers[1] and [len(tokens) for tokens in answers[0]] == [12] * 6
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,143 @@
+"""Steps of a `RunningBatch` of DeepSeek-V4.1: prompts in chunks, and one graph a decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import check
+from ...hf.serving.requests import Progress
+from ...hf.serving.sampling import COLUMNS, choose_tokens, likeliest_tokens
+from ...layout import PAD_INDEX
+from ...runtime import Statistics
+from ...runtime.start_times import spending
+from ...runtime.warmup import warming_up
+from .compiled import CompiledSteps
+from .model import V41Model
+from .prefill import LEAST_ROWS, Piece, Prompt, check_mode, chunk_of, run_chunk, tail_length, to_device
+
+Slots = Sequence[Progress | None]
+"""Request in each slot of the caches."""
+
+
+class RunningV41:
+    """Prefills and decodes requests in rows of caches, see `hf.RunningBatch` for the arguments.
+
+    Prompts run layers after the last source on their exact tails. Raises E208 for a split model and a model in training
+    mode, E201 without `max_seq_len`, and what `compile` raises.
+    """
+
+    reads_each_step = False
+    drafts: None = None
+
+    def __init__(
+        self,
+        model: V41Model,
+        slots: int,
+        max_seq_len: int | None,
+        prefill_chunk: int,
+        backend: Any,
+        options: Mapping[str, Any] | None,
+        graphs: str,
+        drafts: bool = False,
+    ) -> None:
+        check(model.ranks is None, "E208", got="a split V41Model", rule="a RunningBatch runs a whole one of V4.1")
+        fix = "RunningBatch(model, slots=8, max_seq_len=4096)"
+        check(max_seq_len is not None, "E201", got="a V41Model without max_seq_len", why="it has no cache", fix=fix)
+        check_mode(model)
+        self.model, self.vocab_size = model, model.config.vocab_size
+        caches = model.new_caches(max_batch_size=slots, max_seq_len=max_seq_len, max_step_tokens=prefill_chunk)
+        self.max_seq_len, self.prefill_chunk = caches.max_seq_len, min(prefill_chunk, slots * caches.max_seq_len)
+        self.caches, self._device = caches, model.device
+        self.graphs = ("cuda" if self._device.type == "cuda" else "off") if graphs == "auto" else graphs
+        self._steps = CompiledSteps(model, caches, backend, options, graphs=self.graphs)
+        self._tail = tail_length(model.config, "tail")
+        self._chosen = torch.zeros(slots, dtype=torch.int64, device=self._device)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Captures and replays of decode steps; all zero without graphs."""
+        captured = self._steps.captured
+        return Statistics() if captured is None else captured.statistics
+
+    def prepare(self, joins: bool) -> None:
+        """Check the model before a step, and what graphs read before one where requests join."""
+        check_mode(self.model)
+        if joins and self._steps.captured is not None:
+            self._steps.captured.check()
+
+    def warm_up(self) -> None:
+        """Compile and capture all that steps can launch. Eager steps have nothing to prepare."""
+        with spending("run"), warming_up():
+            self._steps.warm_up()
+
+    def prefill(self, slots: Slots) -> list[Progress]:
+        """Prefill a chunk of tokens, first come first; return the requests with complete prompts, by slot."""
+        room, ends = self.prefill_chunk, dict[Progress, int]()
+        waiting = [progress for progress in slots if progress is not None and progress.state == "prefill"]
+        for progress in sorted(waiting, key=lambda progress: progress.number):
+            new = min(room, len(progress.prompt) - progress.cached)
+            if new:
+                ends[progress], room = progress.cached + new, room - new
+        pieces, served = [], []
+        for slot, progress in enumerate(slots):
+            if progress is not None and progress in ends:
+                prompt = Prompt(torch.tensor(progress.prompt), slot, 0)
+                pieces.append(Piece(prompt, progress.cached, ends[progress]))
+                served.append((progress, slot))
+        if not pieces:
+            return []
+        for progress, end in ends.items():
+            progress.cached = end
+        step = chunk_of(pieces, self._tail)
+        logits = run_chunk(self.model, self._steps, self.caches, step)
+        done = [served[number] for number, _ in step.ends]
+        for progress, _ in done:
+            progress.state = "decode"
+        if done:
+            logits = logits[: len(done)]
+            self._choose(logits, likeliest_tokens(logits), done)
+        return [progress for progress, _ in done]
+
+    def is_plain(self, progress: Progress) -> bool:
+        """Return False: no request has drafts."""
+        return False
+
+    def decode(self, slots: Slots, decoding: list[Progress]) -> None:
+        """Decode a token of each of `decoding`, which are in the order of their slots."""
+        served = [(progress, slot) for slot, progress in enumerate(slots) if progress is not None]
+        served = [(progress, slot) for progress, slot in served if progress in decoding]
+        rows = [(progress.tokens[-1], progress.cached, slot) for progress, slot in served]
+        for progress in decoding:
+            progress.cached += 1
+        captured, count = self._steps.captured, len(rows)
+        if captured is None:
+            rows += [(0, PAD_INDEX, PAD_INDEX)] * (LEAST_ROWS - count)
+        inputs = to_device(torch.tensor(rows, dtype=torch.int64).t().contiguous(), self._device).unbind()
+        if captured is None:
+            logits = self._steps(*(values.clone() for values in inputs), self.caches)[:count]
+            likeliest = likeliest_tokens(logits)
+        else:
+            captured.load(*inputs)
+            logits, likeliest = captured.step()
+        self._choose(logits, likeliest, served)
+
+    def chosen(self) -> list[int]:
+        """Return the last token that was chosen in each slot, NO_TOKEN for none. Waits for the device."""
+        return self._chosen.tolist()
+
+    def new_tokens(self, slots: Slots, chosen: Sequence[int]) -> list[list[int]]:
+        """Return the new tokens of each slot, from the numbers of `chosen`."""
+        return [[token] for token in chosen]
+
+    def _choose(self, logits: Tensor, likeliest: Tensor, served: Sequence[tuple[Progress, int]]) -> None:
+        """Set the chosen token of each of `served`: logits `[N, vocab]`, likeliest tokens `[N]`."""
+        if not all(progress.sampling.greedy for progress, _ in served):
+            numbers = [progress.sampling.draw() for progress, _ in served]
+            sent = to_device(torch.tensor(numbers, dtype=torch.float64).view(-1, COLUMNS), self._device)
+            likeliest = choose_tokens(logits, sent, likeliest)
+        places = to_device(torch.tensor([slot for _, slot in served]), self._device)
+        self._chosen.index_copy_(0, places, likeliest)
