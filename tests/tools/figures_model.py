@@ -75,15 +75,21 @@ def batch_invariant(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], lis
         *(f"step of {batch}, ms" for batch in batches),
         f"prompt of {shown[0]['prompt']:,}, ms",
     ]
-    lines = [[*head, "times off", "tokens compared", "the same in running batches", "a difference"]]
+    head += ["times off", "kernels of a step, times off"]
+    lines = [[*head, "tokens compared", "the same in running batches", "a difference"]]
+    off: dict[str, float] = {}
     for row in shown:
         times = [*(row["step_ms"][batch] for batch in batches), row["prompt_ms"]]
+        of_kernels = {batch: sum(us for _, _, us in row["kernels"][batch]) for batch in batches}
+        # A row with the option follows the row without it of the same run.
+        off = of_kernels if row["level"] == "off" else off
         multiples = ", ".join(f"{multiple:.2f}" for multiple in (*row["of_off"].values(), row["prompt_of_off"]))
+        multiples_of_kernels = ", ".join(f"{of_kernels[batch] / off[batch]:.2f}" for batch in batches)
         checked = ["-"] * 3
         if "compared" in row:
             differing = row["difference"] or row.get("running_difference") or "none"
             checked = [f"{row['compared']:,}", f"{row['running']:,}", differing]
-        lines.append([row["level"], *(f"{ms:.2f}" for ms in times), multiples, *checked])
+        lines.append([row["level"], *(f"{ms:.2f}" for ms in times), multiples, multiples_of_kernels, *checked])
     return lines, shown
 
 
