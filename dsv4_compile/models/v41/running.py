@@ -77,17 +77,16 @@ class RunningV41:
     def prefill(self, slots: Slots) -> list[Progress]:
         """Prefill a chunk of tokens, first come first; return the requests with complete prompts, by slot."""
         room, ends = self.prefill_chunk, dict[Progress, int]()
-        waiting = [progress for progress in slots if progress is not None and progress.state == "prefill"]
-        for progress in sorted(waiting, key=lambda progress: progress.number):
+        filling = [(progress, slot) for progress, slot in _served(slots) if progress.state == "prefill"]
+        for progress, _ in sorted(filling, key=lambda pair: pair[0].number):
             new = min(room, len(progress.prompt) - progress.cached)
             if new:
                 ends[progress], room = progress.cached + new, room - new
-        pieces, served = [], []
-        for slot, progress in enumerate(slots):
-            if progress is not None and progress in ends:
-                prompt = Prompt(torch.tensor(progress.prompt), slot, 0)
-                pieces.append(Piece(prompt, progress.cached, ends[progress]))
-                served.append((progress, slot))
+        served = [(progress, slot) for progress, slot in filling if progress in ends]
+        pieces = [
+            Piece(Prompt(torch.tensor(progress.prompt), slot, 0), progress.cached, ends[progress])
+            for progress, slot in served
+        ]
         if not pieces:
             return []
         for progress, end in ends.items():
@@ -108,20 +107,20 @@ class RunningV41:
 
     def decode(self, slots: Slots, decoding: list[Progress]) -> None:
         """Decode a token of each of `decoding`, which are in the order of their slots."""
-        served = [(progress, slot) for slot, progress in enumerate(slots) if progress is not None]
-        served = [(progress, slot) for progress, slot in served if progress in decoding]
+        served = [(progress, slot) for progress, slot in _served(slots) if progress in decoding]
         rows = [(progress.tokens[-1], progress.cached, slot) for progress, slot in served]
         for progress in decoding:
             progress.cached += 1
         captured, count = self._steps.captured, len(rows)
         if captured is None:
             rows += [(0, PAD_INDEX, PAD_INDEX)] * (LEAST_ROWS - count)
-        inputs = to_device(torch.tensor(rows, dtype=torch.int64).t().contiguous(), self._device).unbind()
+        ids, positions, requests = to_device(torch.tensor(rows, dtype=torch.int64).t().contiguous(), self._device)
         if captured is None:
-            logits = self._steps(*(values.clone() for values in inputs), self.caches)[:count]
+            # Not views: a graph is specialised on the sizes of their bases.
+            logits = self._steps(ids.clone(), positions.clone(), requests.clone(), self.caches)[:count]
             likeliest = likeliest_tokens(logits)
         else:
-            captured.load(*inputs)
+            captured.load(ids, positions, requests)
             logits, likeliest = captured.step()
         self._choose(logits, likeliest, served)
 
@@ -141,3 +140,8 @@ class RunningV41:
             likeliest = choose_tokens(logits, sent, likeliest)
         places = to_device(torch.tensor([slot for _, slot in served]), self._device)
         self._chosen.index_copy_(0, places, likeliest)
+
+
+def _served(slots: Slots) -> list[tuple[Progress, int]]:
+    """Return the requests that have a slot, and their slots, in the order of slots."""
+    return [(progress, slot) for slot, progress in enumerate(slots) if progress is not None]
