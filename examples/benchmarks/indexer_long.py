@@ -1,9 +1,9 @@
 """Check and time the indexer's selection at long contexts: python examples/benchmarks/indexer_long.py --out FOLDER
 
-`indexer_topk_slots` with V4-Flash's sizes selects from parts of a row or from groups of its columns. Every
-configuration is first compared bit by bit with the default one on hostile logits; then they are timed in CUDA graphs,
-with warm inputs and with as many input sets in turn as exceed the L2 cache, and kernel by kernel under the profiler.
-A run takes less than two minutes on an H200, compilation included.
+`indexer_topk_slots` with V4-Flash's sizes selects from parts of a row or from groups of its columns. Selections from
+groups are first compared bit by bit with those from parts, on hostile logits and on the timed inputs; then both are
+timed in CUDA graphs, with warm inputs and with as many input sets in turn as exceed the L2 cache, and kernel by kernel
+under the profiler. A run takes less than two minutes on an H200, compilation included.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import multiprocessing
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,18 +33,16 @@ from dsv4_compile.testing import samples  # noqa: F401  (importing the package r
 
 HEADS, TOPK, BLOCK, RATIO = 64, 512, 64, layout.CSA_RATIO
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "parts": {},
+    "parts": {"groups": (0, 0)},
     "groups of 16, 16 warps": {"groups": (16, 16)},
     "groups of 16, 32 warps": {"groups": (16, 32)},
-    "groups of 16, 8 warps": {"groups": (16, 8)},
     "groups of 8, 16 warps": {"groups": (8, 16)},
-    "groups of 16, 16 warps, 528 programs": {"groups": (16, 16), "programs": 528},
+    "groups of 8, 8 warps": {"groups": (8, 8)},
 }
-"""Options of the launcher; "parts" is its default."""
+"""Options of the launcher."""
 SIZES = {
-    "16k x 1": [16384], "16k x 8": [16384] * 8, "32k x 1": [32768], "64k x 1": [65536],
-    "131k x 1": [131072], "131k x 8": [131072] * 8, "131k x 32": [131072] * 32,
-    "1M x 1": [1 << 20], "1M x 8": [1 << 20] * 8,
+    "1M x 1": [1 << 20], "1M x 8": [1 << 20] * 8, "131k x 1": [131072], "131k x 8": [131072] * 8, "64k x 1": [65536],
+    "32k x 1": [32768], "16k x 1": [16384], "16k x 8": [16384] * 8, "131k x 32": [131072] * 32,
     "mixed x 8": [1 << 20, 16384, 131072, 2048, 524288, 4096, 65536, 0],
 }  # fmt: skip
 """Tokens of context of each request."""
@@ -121,22 +119,37 @@ def hostile(spread: str, entries: int, device: torch.device) -> Arguments:
 
 
 def check(name: str) -> list[str]:
-    """Compare a configuration with "parts", bit by bit, on hostile logits and on random keys; return what differs."""
+    """Compare a configuration with "parts", bit by bit, on hostile logits; return what differs."""
     device, call, faults = torch.device("cuda"), launcher("indexer_topk_slots"), []
     torch.manual_seed(0)
     for entries, spread in itertools.product((4160, 8192, 32768, 262144), SPREADS):
         args = with_slots(hostile(spread, entries, device), TOPK)
-        if not all(map(torch.equal, call(*args, **CONFIGURATIONS[name]), call(*args))):
+        if not all(map(torch.equal, call(*args, **CONFIGURATIONS[name]), call(*args, groups=(0, 0)))):
             faults.append(f"{name}: {spread} of {entries}")
     for topk in (100, 1024):
         args = with_slots(hostile("ties", 32768, device), topk)
         if not all(map(torch.equal, call(*args, **CONFIGURATIONS[name]), REFERENCES["indexer_topk_slots"](*args))):
             faults.append(f"{name}: the reference's {topk}")
-    for size, contexts in SIZES.items():
-        args = with_slots(scored(contexts, 1, device), TOPK)
-        want = call(*args)
+    return faults
+
+
+def configurations(size: str) -> list[str]:
+    """Return the configurations that a size is timed with: of long rows, those whose groups are not most of a row."""
+    entries = max(SIZES[size]) // RATIO
+    long = ["groups of 16, 16 warps", "groups of 16, 32 warps" if entries > 131072 else "groups of 8, 16 warps"]
+    return ["parts", *(long if entries > SELECT_TILE[0] else [])]
+
+
+def warm(size: str) -> list[str]:
+    """Compile what a size is timed with, and compare five runs of each configuration with "parts" bit by bit."""
+    call = launcher("indexer_topk_slots")
+    args = with_slots(scored(SIZES[size], 1, torch.device("cuda")), TOPK)
+    want, faults = call(*args, groups=(0, 0)), []
+    for name in configurations(size):
         if not all(all(map(torch.equal, call(*args, **CONFIGURATIONS[name]), want)) for _ in range(5)):
             faults.append(f"{name}: {size}")
+    for selection in selections(SIZES[size], configurations(size), args[0].device).values():
+        selection()
     torch.cuda.synchronize()
     return faults
 
@@ -155,40 +168,41 @@ def kernels_us(calls: Sequence[Any]) -> dict[str, float]:
     return {name: round(us, 2) for name, us in total.items()}
 
 
-def selections_us(contexts: Sequence[int], device: torch.device) -> dict[str, float]:
-    """Return the time of each selection alone, from keys in the L2 cache."""
+def selections(contexts: Sequence[int], names: Sequence[str], device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Return calls of each selection alone, from random keys."""
     tokens, reach = len(contexts), max(contexts) // RATIO
     keys = torch.randn(tokens, layout.align_up(reach, 256), device=device).view(torch.int32)
     keys ^= (keys >> 31) & 0x7FFFFFFF
     lens = torch.tensor([context // RATIO for context in contexts], dtype=torch.int32, device=device)
     entries = KeyRows(keys, torch.arange(tokens, dtype=torch.int32, device=device), lens, tokens, reach)
     out = torch.empty(tokens, TOPK, dtype=torch.int32, device=device)
-    calls = {"parts": partial(select, out, entries, SELECT_TILE)}
-    for name, options in CONFIGURATIONS.items():
-        if "groups" in options:
-            columns, warps = options["groups"]
+    calls: dict[str, Callable[[], Any]] = {"parts": partial(select, out, entries, SELECT_TILE)}
+    for name in names:
+        columns, warps = CONFIGURATIONS[name]["groups"]
+        if columns:
             best = keys.view(tokens, -1, columns).amax(2).contiguous()
             calls[name] = partial(select_from_groups, out, entries, best, warps)
-    return {name: round(timing.measure(call, [()], device).us, 2) for name, call in calls.items()}
+    return calls
 
 
-def rows(device: torch.device, until: float) -> Iterator[dict[str, Any]]:
+def rows(sizes: Sequence[str], device: torch.device, until: float) -> Iterator[dict[str, Any]]:
     """Time every size that there is time for before `until`."""
-    for size, contexts in SIZES.items():
+    for size in sizes:
+        contexts, names = SIZES[size], configurations(size)
         if time.monotonic() > until:
             print(f"no time left for {size}")
             continue
-        long = max(contexts) // RATIO > SELECT_TILE[0]
-        alone = selections_us(contexts, device) if long else {}
+        calls = selections(contexts, names, device)
+        alone = {name: round(timing.measure(call, [()], device).us, 2) for name, call in calls.items()}
         traffic = sum(contexts) // RATIO * (layout.INDEXER_FP8.data + layout.INDEXER_FP8.scale)
         number = max(1, min(256, timing.cold_sets(traffic, device)))
         sets = [with_slots(scored(contexts, seed, device), TOPK) for seed in range(number)]
-        for name, options in CONFIGURATIONS.items() if long else [("parts", {})]:
-            call = partial(launcher("indexer_topk_slots"), **options)
+        for name in names:
+            call = partial(launcher("indexer_topk_slots"), **CONFIGURATIONS[name])
             took = timing.measure(call, sets, device, cold=True)
             kernels = kernels_us([partial(call, *args) for args in (sets * 10)[:10]])
             print(
-                f"{size:10} {name:38} {took.us:8.2f} cold {took.cold_us:8.2f}  select alone {alone.get(name, 0):6.2f}  "
+                f"{size:10} {name:24} {took.us:8.2f} cold {took.cold_us:8.2f}  select alone {alone.get(name, 0):6.2f}  "
                 + " + ".join(f"{us:.1f}" for us in kernels.values()), flush=True,
             )  # fmt: skip
             yield {
@@ -200,16 +214,20 @@ def rows(device: torch.device, until: float) -> Iterator[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 1 if a selection differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--sizes", default=",".join(SIZES), help="%(default)s")
+    parser.add_argument("--no-checks", action="store_true", help="compare on the timed inputs alone")
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no size later than that: %(default)s")
     parser.add_argument("--out", metavar="FOLDER", help="write indexer_long.json there")
     args = parser.parse_args(argv)
-    begin, device, names = time.monotonic(), torch.device("cuda"), list(CONFIGURATIONS)[1:]
-    # A process each, so that kernels compile at the same time; this one then reads them from Triton's cache.
-    with multiprocessing.get_context("spawn").Pool(len(names)) as pool:
-        faults = list(itertools.chain.from_iterable(pool.map(check, names, chunksize=1)))
+    begin, device, sizes = time.monotonic(), torch.device("cuda"), args.sizes.split(",")
+    names = [] if args.no_checks else list(CONFIGURATIONS)[1:]
+    # Processes compile kernels at the same time; this one then reads them from Triton's cache.
+    with multiprocessing.get_context("spawn").Pool(len(names) + len(sizes)) as pool:
+        checks = [pool.map_async(check, names, 1), pool.map_async(warm, sizes, 1)]
+        faults = list(itertools.chain.from_iterable(fault for run in checks for fault in run.get()))
     print(f"{time.monotonic() - begin:.0f} s of checks: " + ("; ".join(faults[:20]) or "all equal"), flush=True)
     record = {"scenario": "indexer_long", **environment(device), "faults": faults}
-    record["rows"] = list(rows(device, begin + args.seconds))
+    record["rows"] = list(rows(sizes, device, begin + args.seconds))
     if args.out:
         print(f"written to {write_json(record, args.out)}")
     return 1 if faults else 0

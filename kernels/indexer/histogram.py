@@ -38,6 +38,10 @@ _ADD = tl.constexpr("""{
     @counted red.shared.add.u32 [$1], 1;
     mov.b32 $0, 0;
 }""")
+_ADD_ALL = tl.constexpr("""{
+    red.shared.add.u32 [$1], 1;
+    mov.b32 $0, 0;
+}""")
 _TAKE = tl.constexpr("""{
     .reg .b32 zero;
     mov.b32 zero, 0;
@@ -117,6 +121,16 @@ def reserve_counters(BINS: tl.constexpr, NATIVE: tl.constexpr):
 def count_bins(at, bins):
     """Count the int32 `bins` that are not negative; a barrier before the first call and after the last is needed."""
     tl.inline_asm_elementwise(_ADD, "=r,r,r", [at + 4 * bins, bins], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def count_all(at, bins, BINS: tl.constexpr):
+    """Do what `count_bins` does without a branch for each bin: negative ones add to a word that `read_one` overwrites.
+
+    For many bins that are negative or equal: the instruction adds up equal bins of a warp.
+    """
+    counter = at + 4 * tl.where(bins >= 0, bins, BINS)
+    tl.inline_asm_elementwise(_ADD_ALL, "=r,r", [counter], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

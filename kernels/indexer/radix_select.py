@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..device.quant import MAGNITUDE, MANTISSA_BITS
-from .histogram import LISTED, block_extent, count_bins, histogram, nth_largest, read_one, take_counts
+from .histogram import LISTED, block_extent, count_all, count_bins, histogram, nth_largest, read_one, take_counts
 from .score_triton import INVISIBLE
 
 ROW_ALIGN = 16
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
         native: whether bins are counted in NVIDIA's shared memory.
         page: entries of a block of the map from entries to slots; 0 selects columns.
         dependent: whether the launch starts before the kernel that writes the keys ends (PDL).
-        followed: whether it lets the next kernel start early.
+        followed: whether it lets the next kernel start early. all_counted: see `count_all`.
     """
 
     k: int
@@ -53,6 +53,7 @@ class Shape(NamedTuple):
     page: int
     dependent: bool
     followed: bool
+    all_counted: bool = False
 
 
 @triton.jit
@@ -169,7 +170,10 @@ def _count_pass(row, lo, hi, total, need, at, FIRST: tl.constexpr, TILES: tl.con
     if NATIVE:
         if not FIRST:
             tl.debug_barrier()
-        count_bins(at, bins)
+        if SHAPE.all_counted:
+            count_all(at, bins, BINS)
+        else:
+            count_bins(at, bins)
         if TILES > 1:
             for start in range(TILE, length, TILE):
                 key = load_tile(p_row, start, length, SHAPE)

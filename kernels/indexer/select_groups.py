@@ -188,11 +188,11 @@ def select_from_groups(
     native = gpu_of(out.device).backend == "cuda"
     counts, table, is_valid, page = slots or SlotMap(out, out, out[:, 0], 0)
     run = min(RUN, page & -page, group) if page else RUN
-    least = 32 * RUN if native else ROW_ALIGN
-    tile = max(least, min(MAX_TILE, triton.next_power_of_2(best.stride(0))))
-    keys = max(least, triton.next_power_of_2(topk * group))
+    keys = triton.next_power_of_2(topk * group)
     # Every thread of a native kernel counts, and no two count the same key.
-    warps = max(1, min(warps, min(tile, keys) // (32 * RUN)))
+    warps = max(1, min(warps, keys // (32 * RUN)))
+    least = 32 * RUN * warps if native else ROW_ALIGN
+    keys, tile = max(least, keys), max(least, min(MAX_TILE, triton.next_power_of_2(best.stride(0))))
     shape = Shape(
         k=topk,
         padded_k=triton.next_power_of_2(topk),
@@ -205,6 +205,7 @@ def select_from_groups(
         page=page,
         dependent=dependent,
         followed=dependent and tokens <= MAX_FOLLOWED_TOKENS,
+        all_counted=True,
     )
     launch_kernel(
         select_groups_kernel,

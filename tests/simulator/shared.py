@@ -10,7 +10,7 @@ import triton.language as tl
 
 from dsv4_compile._compat import triton_interpreter
 from dsv4_compile.kernels.host.gpu import Gpu
-from dsv4_compile.kernels.indexer import histogram, radix_select, select_topk
+from dsv4_compile.kernels.indexer import histogram, radix_select, select_groups, select_topk
 
 
 class SimulatedShared:
@@ -31,6 +31,10 @@ class SimulatedShared:
         values = number.handle.data.ravel()
         values = values[values >= 0]
         self.counts = values if self.counts is None else np.concatenate((self.counts, values))
+
+    def count_all(self, at: Any, number: Any, counters: Any) -> None:
+        """Count numbers; negative ones are ignored."""
+        self.count_bins(at, number)
 
     def block_extent(self, at: Any, low: Any, high: Any, again: Any, counters: Any) -> tuple[Any, Any]:
         """Return the extent over all threads."""
@@ -75,9 +79,10 @@ def _tensor(data: np.ndarray[Any, Any]) -> Any:
 def simulated_shared(monkeypatch: pytest.MonkeyPatch) -> SimulatedShared:
     """Let launchers see an sm_90 GPU, and kernels use the stand-in for its shared memory."""
     simulated = SimulatedShared()
-    for module in (radix_select, select_topk):
+    for module in (radix_select, select_groups, select_topk):
         for name in dir(SimulatedShared):
             if not name.startswith("_") and hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(simulated, name))
-    monkeypatch.setattr(select_topk, "gpu_of", lambda device: Gpu("cuda", 90, 132))
+        if hasattr(module, "gpu_of"):
+            monkeypatch.setattr(module, "gpu_of", lambda device: Gpu("cuda", 90, 132))
     return simulated

@@ -49,6 +49,17 @@ def test_more_best_of_parts_than_two_counts_in_a_word_hold() -> None:
     assert all(map(torch.equal, SLOTS(*args, select_tile=(1024, 4)), expected(args)))
 
 
+@pytest.mark.parametrize("groups", [(4, 8), (8, 16), (16, 16), (16, 32)])
+@pytest.mark.parametrize("fmt", layout.INDEXER_FORMATS)
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 66), (9, 200), (130, 700), (3, 4500)])
+def test_groups_select_what_parts_select(fmt: str, tokens: int, columns: int, groups: tuple[int, int]) -> None:
+    """The longest rows have more groups than a tile."""
+    args = arguments(fmt, tokens, 512, columns=columns)
+    want = SLOTS(*args, groups=(0, 0))
+    for _ in range(5):
+        assert all(map(torch.equal, SLOTS(*args, groups=groups), want))
+
+
 def test_seventy_thousand_tokens() -> None:
     args = arguments("indexer_fp8", 70_000, 8, columns=3)
     assert all(map(torch.equal, SLOTS(*args), expected(args)))
