@@ -32,6 +32,7 @@ mhc_collapse = define(
     reference=reference.mhc_collapse,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.hyper_connections.mhc_collapse",
     cost=CostModel(
         lambda T, D, G, e=2: (T * (e * (G + 1) * D + FLOAT32 * G) + FLOAT32 * D, 0),
         sizes=CallSizes.of_streams,

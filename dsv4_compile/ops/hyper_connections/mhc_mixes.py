@@ -43,6 +43,7 @@ mhc_mixes = define(
     reference=reference.mhc_mixes,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.hyper_connections.mhc_mixes",
     cost=CostModel(
         lambda T, D, G, e=2: (
             T * (e * G * D + FLOAT32 * G + coefficients(G)) + FLOAT32 * ((G + 2) * G * (G * D + 1) + 3),
