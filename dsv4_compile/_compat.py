@@ -80,6 +80,7 @@ PRIVATE: dict[str, PrivateName] = {
     "CacheArtifactManager": PrivateName("torch.compiler._cache", "CacheArtifactManager", "reads artifacts without use"),
     "codecache": PrivateName("torch._inductor.codecache", "", "headers that are compiled before generated C++"),
     "cpp_builder": PrivateName("torch._inductor.cpp_builder", "", "names the C++ compiler, or says that none works"),
+    "joint_graph": PrivateName("torch._inductor.fx_passes.joint_graph", "", "removes `x * 1` and `x + 0`"),
     "output_code": PrivateName("torch._inductor.output_code", "", "loads a graph that was compiled before"),
     "cpu_vec_isa": PrivateName("torch._inductor.cpu_vec_isa", "", "vector instructions that generated C++ uses"),
     "list_mode_options": PrivateName("torch._inductor", "list_mode_options", "settings of torch.compile(mode=...)"),

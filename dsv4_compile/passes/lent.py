@@ -1,4 +1,4 @@
-"""Temporary Inductor patches: a C++ name for UE8M0, short op descriptions in errors, no headers for loaded graphs."""
+"""Temporary Inductor patches: a C++ name for UE8M0, short texts of ops, no headers for loaded graphs, copies kept."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .identities import keeping_copies
+
 
 @contextmanager
 def lent_to_inductor() -> Iterator[None]:
@@ -16,9 +18,10 @@ def lent_to_inductor() -> Iterator[None]:
 
     torch lacks the name up to 2.13. Inductor writes arguments into errors, and torch up to 2.11 for each op of other
     libraries. The text of nested IR that is not realized yet doubles with each step and can take hours. For graphs from
-    its cache torch precompiles the headers of C++ that is compiled already, ten seconds on a new machine.
+    its cache torch precompiles the headers of C++ that is compiled already, ten seconds on a new machine. `identities`
+    has the copies that Inductor would drop.
     """
-    from .._compat import DTYPE_TO_CPP, OperatorIssue, codecache, output_code
+    from .._compat import DTYPE_TO_CPP, OperatorIssue, codecache, joint_graph, output_code
 
     missing = torch.float8_e8m0fnu not in DTYPE_TO_CPP
     if missing:
@@ -36,9 +39,12 @@ def lent_to_inductor() -> Iterator[None]:
             codecache._precompile_header = precompile
 
     graph.after_deserialization = load_without_headers
+    remove_no_ops = joint_graph.remove_no_ops
+    joint_graph.remove_no_ops = keeping_copies(remove_no_ops)
     try:
         yield
     finally:
+        joint_graph.remove_no_ops = remove_no_ops
         graph.after_deserialization = load
         OperatorIssue.operator_str = written
         if missing:

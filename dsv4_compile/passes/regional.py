@@ -36,6 +36,9 @@ class Regional:
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         """Compile `gm` as Inductor's `inner_compile`, whole if it is trained or has too few repeated layers."""
+        if all(node.op in ("placeholder", "get_attr", "output") for node in gm.graph.nodes):
+            # For a graph of nothing Inductor returns a function that AOTAutograd cannot cache, unless it is to cache.
+            return self.inner(gm, example_inputs, **options)
         # Inductor caches nothing that AOTAutograd is to cache; other models may have the same kinds.
         with functorch_config.patch(bundled_autograd_cache=False):
             return self._compile(gm, example_inputs, **options)

@@ -15,6 +15,7 @@ from dsv4_compile import hf
 from dsv4_compile._compat import compile_fx
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.passes import Regional
+from dsv4_compile.passes.lent import lent_to_inductor
 from dsv4_compile.passes.regions import split
 from dsv4_compile.runtime.regions import Program, Region
 from dsv4_compile.selection import decisions
@@ -114,7 +115,8 @@ def inner() -> Iterator[Inner]:
 
 def compiled(model: Any, inner: Inner, wanted: str = "on") -> Any:
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        return compile_fx(gm, inputs, inner_compile=Regional(inner, wanted).compile)
+        with lent_to_inductor():
+            return compile_fx(gm, inputs, inner_compile=Regional(inner, wanted).compile)
 
     return torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
 
