@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_compile.testing import padded, strided
-from tests.support.bounds import BoundsError, checked
+from tests.support.bounds import BoundsError, checked, random_program_order
 
 interpreted = pytest.mark.interpreted
 
@@ -32,6 +32,13 @@ def move_kernel(out, x, offset, shift, STORE: tl.constexpr):
     value = _read(x, offset)
     if STORE:
         tl.store(out + shift, value)
+
+
+@triton.jit
+def program_kernel(last, counts):
+    program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+    tl.store(last, program)
+    tl.atomic_add(counts + program, 1)
 
 
 @triton.jit
@@ -209,6 +216,17 @@ def test_nothing_is_checked_after_the_block() -> None:
         pass
     move_kernel[(1,)](out, both[4:], -1, 0, STORE=True)
     assert out[0].item() == 3.0
+
+
+@interpreted
+def test_random_order_runs_every_program_once_and_ends_with_any() -> None:
+    last, counts, ends = torch.zeros(1, dtype=torch.int32), torch.zeros(12, dtype=torch.int32), set[int]()
+    with checked(("last", "counts")), random_program_order():
+        for _ in range(30):
+            program_kernel[(2, 3, 2)](last, counts)
+            ends.add(int(last))
+    assert counts.tolist() == [30] * 12
+    assert len(ends) > 4
 
 
 def test_without_the_interpreter_it_refuses() -> None:

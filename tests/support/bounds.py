@@ -232,3 +232,20 @@ def checked(mutated: Collection[str] = ()) -> Iterator[list[str]]:
         stack.enter_context(guarded("create_atomic_rmw", "atomic", 1, 3))
         stack.enter_context(guarded("create_atomic_cas", "atomic", 0, None))
         yield checker.launched
+
+
+@contextmanager
+def random_program_order() -> Iterator[None]:
+    """Run the programs of each launch in the block in a new random order: a GPU promises none."""
+    builder = triton_interpreter.InterpreterBuilder
+    choose, order = builder.set_grid_idx, list[int]()
+
+    def choose_shuffled(self: Any, x: int, y: int, z: int) -> None:
+        _, rows, columns = self.grid_dim
+        if (x, y, z) == (0, 0, 0):
+            order[:] = torch.randperm(self.grid_dim[0] * rows * columns).tolist()
+        program = order[(x * rows + y) * columns + z]
+        choose(self, program // (rows * columns), program // columns % rows, program % columns)
+
+    with mock.patch.object(builder, "set_grid_idx", choose_shuffled):
+        yield

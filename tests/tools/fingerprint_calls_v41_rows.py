@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsv4_compile import layout
-from tests.tools.fingerprint_calls import KEY_D, TOKENS, Calls, D, cache, longs, register, rope, zeros
+from tests.tools.fingerprint_calls import F32, KEY_D, TOKENS, Calls, D, cache, longs, register, rope, zeros
 
 FORMATS = {
     "window": ("mxfp8", layout.V41_WINDOW_BLOCK, D),
@@ -20,3 +20,12 @@ def rope_quantize_insert() -> Calls:
         for name, (fmt, page, dim) in FORMATS.items():
             rows = zeros(tokens, dim), cache(fmt, page, dim), longs(tokens), longs(tokens), rope(), page, fmt
             yield f"{name}, {tokens} tokens", rows
+
+
+@register
+def compress_pairs() -> Calls:
+    """Yield values and gates of one projection, and the ring of a step with drafts."""
+    for tokens in TOKENS:
+        inputs = zeros(tokens, 2 * D, dtype=F32).chunk(2, dim=1)
+        state = zeros(32, 8, 2 * D, dtype=F32)
+        yield f"{tokens} tokens", (*inputs, state, longs(tokens), longs(tokens), zeros(D), 1e-20)

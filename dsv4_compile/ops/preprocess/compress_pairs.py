@@ -56,6 +56,7 @@ compress_pairs = define(
     reference=reference.compress_pairs,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.preprocess.compress_pairs",
     cost=CostModel(
         lambda T, D, e=4: (T * (5 * FLOAT32 * D + e * D + 2 * INT64) + e * D, 0),
         sizes=lambda call: call.of_rows("values") | {"e": call.size("norm_weight")},
