@@ -86,7 +86,7 @@ def load(
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         ranks = ready_ranks(mesh, collectives, target)
         pieces = list(rank_pieces(pieces, shapes, lambda name: split_of(name, expert_layout), ranks))
-        keep_part(model, ranks, expert_layout, quantised=True)
+        keep_part(model, ranks, expert_layout, quantised=not dequantize)
     table = folder_token_map(checkpoint.folder, config) if token_map is None else token_map
     good = table.dtype is torch.int32 and tuple(table.shape) == (config.vocab_size,)
     check(good, "E201", got=f"token_map {table.dtype} {list(table.shape)}", rule=f"int32 [{config.vocab_size}]")
