@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ... import _compat, layout
-from ...errors import check
+from ...errors import check, fail
 from ...rope_tables import cos_sin_cache
-from ...sizes import check_memory, check_optional_size, check_size
+from ...sizes import check_memory, check_optional_size, check_size, shown
 from .config import V41Config
 
 GRID_OF = {"window": "mxfp8", "entries": "nvfp4", "keys": "mxfp4"}
@@ -96,6 +96,10 @@ class V41Caches:
         cache_format: V41Format | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        if cache_format is not None and not isinstance(cache_format, V41Format):
+            fail(
+                "E201", got=f"cache_format={shown(cache_format)}", rule="a V41Format", fix="V41Format.plain(), or None"
+            )
         self.config, self.format = config, cache_format or V41Format()
         self.max_batch_size = check_size("max_batch_size", max_batch_size)
         self.max_seq_len = check_size("max_seq_len", max_seq_len)
@@ -165,8 +169,8 @@ class V41Caches:
     def _table(self, pages: int, block_size: int, rows: int, device: torch.device | str | None) -> Tensor:
         """Return int32 `[R, B]`: logical block i of request b is page b * pages + i % pages."""
         blocks = max(pages, layout.cdiv(rows, block_size))
-        first = torch.arange(self.max_batch_size, dtype=torch.int32)[:, None] * pages
-        return (first + torch.arange(blocks, dtype=torch.int32)[None] % pages).contiguous().to(device)
+        first = torch.arange(self.max_batch_size, dtype=torch.int32, device="cpu")[:, None] * pages
+        return (first + torch.arange(blocks, dtype=torch.int32, device="cpu")[None] % pages).contiguous().to(device)
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step writes."""

@@ -75,7 +75,7 @@ class CapturedSteps(AtFixedAddresses):
     """Captures of a step for padded sizes; a step replays the smallest that holds it.
 
     Args:
-        forward: the model, or what compiles it, called as `V41Model.forward`, with rows of logits.
+        forward: `V41Model.logits` of the model, or the compiled model.
         caches: that the steps read and write.
         buckets: numbers of tokens to capture, at least 2 (None = those of 1 to `max_batch_size` requests).
         graphs: "auto" and "cuda" for CUDA graphs, "standin" to replay on a CPU in tests.

@@ -11,8 +11,10 @@ from torch import Tensor
 from ... import progress
 from ...errors import check
 from ...layout import PAD_INDEX
+from ...runtime.addresses import AtFixedAddresses
 from ...runtime.compiler_choice import compiler_of
 from .cache import V41Caches, V41Format
+from .calls import check_mode, check_step, default_device
 from .captured import GRAPHS, CapturedSteps
 from .model import V41Model
 from .prefill import LEAST_ROWS
@@ -20,7 +22,7 @@ from .ranks import step_of_ranks
 from .step import Tail
 
 
-class CompiledSteps:
+class CompiledSteps(AtFixedAddresses):
     """Steps of a model over its `caches`. `compile` makes it; `prefill` and `generate` take it as `forward`.
 
     It has three graphs: a step, a step that runs the layers after the last source on a tail alone, and `encode`. None
@@ -42,7 +44,7 @@ class CompiledSteps:
         buckets: Collection[int] | None = None,
     ) -> None:
         self.model, self.caches = model, caches
-        self._forward: Callable[..., Tensor] = model
+        self._forward: Callable[..., Tensor] = model.logits
         self._encode: Callable[..., None] = model.encode
         compiler, compile_options = compiler_of(backend, options)
         self._compiles = compiler is not None
@@ -55,6 +57,7 @@ class CompiledSteps:
         if graphs != "off":
             self.captured = CapturedSteps(model, caches, self._forward, buckets=buckets, graphs=graphs)
 
+    @torch.no_grad()
     def __call__(
         self,
         ids: Tensor,
@@ -70,7 +73,7 @@ class CompiledSteps:
         A step that has a CUDA graph and no tail replays it, see `CapturedSteps`. Raises E208 for other caches than
         those that it was compiled for.
         """
-        self._check(caches)
+        self._check(ids, positions, requests, caches)
         captured = self.captured
         if captured is not None and captured.sealed and tail is None and captured.fits(len(ids)):
             captured.load(ids, positions, requests)
@@ -81,27 +84,31 @@ class CompiledSteps:
         out: Tensor = self._forward(ids, positions, requests, caches, tail=tail, last=last)
         return out
 
+    @torch.no_grad()
     def encode(self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> None:
         """Do what `V41Model.encode` does. Raises E208 for other caches than those that it was compiled for."""
-        self._check(caches)
+        self._check(ids, positions, requests, caches)
         self._encode(ids, positions, requests, caches)
 
-    def _check(self, caches: V41Caches) -> None:
+    def _check(self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> None:
         check(
             caches is self.caches,
             "E208",
             got="other caches than those that the steps were compiled for",
             fix="pass steps.caches, or compile for these",
         )
+        self.check_process()
+        check_step(self.model.config, self.model.device, ids, positions, requests, caches)
 
     @torch.no_grad()
     def warm_up(self) -> None:
         """Compile all graphs, and capture small steps, with progress, by steps of padding, which write nothing."""
-        if self._compiles:
-            self._compile()
-        if self.captured is not None:
-            with step_of_ranks(self.model):
-                self.captured.warm_up()
+        with default_device():
+            if self._compiles:
+                self._compile()
+            if self.captured is not None:
+                with step_of_ranks(self.model):
+                    self.captured.warm_up()
 
     def _compile(self) -> None:
         device = self.model.device
@@ -152,6 +159,7 @@ def compile(
     be captured.
     """
     check(graphs in GRAPHS, "E420", got=f"{graphs=}", rule=f"graphs is one of {', '.join(GRAPHS)}", fix="pass one")
+    check_mode(model)
     kind = ("cuda" if model.device.type == "cuda" else "off") if graphs == "auto" else graphs
     if caches is None:
         caches = model.new_caches(cache_format=cache_format, **sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,24 +13,25 @@ from ...errors import check, needs
 from ...layout import PAD_INDEX
 from ...sizes import check_size
 from .cache import V41Caches, V41Format
+from .calls import check_caches, check_mode, check_prompts, default_device, ids_of, prompts_of
 from .captured import CapturedSteps
 from .compiled import CompiledSteps
 from .model import V41Model
-from .prefill import LEAST_ROWS, check_prompts, prefill, to_device
+from .prefill import LEAST_ROWS, prefill, to_device
 from .ranks import same_on_ranks, step_of_ranks
 
 
 @torch.no_grad()
 def generate(
     model: V41Model,
-    prompts: Sequence[Any],
+    prompts: Iterable[Any],
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    stop: Sequence[int] | None = None,
+    stop: Collection[int] | None = None,
     caches: V41Caches | None = None,
     cache_format: V41Format | None = None,
     chunk: int | None = None,
@@ -41,7 +42,7 @@ def generate(
     """Return the new token ids of each prompt, the stop token included.
 
     Args:
-        prompts: token ids of each request, 1-D tensors or lists of different lengths.
+        prompts: token ids of each request, 1-D tensors or lists of different lengths; or a matrix `[R, S]`.
         temperature: 0 chooses the likeliest token; top_k, top_p: as in transformers. Request i draws from `seed + i`,
             so a request's tokens do not depend on the others.
         stop: ids that end a request (None = those of the configuration).
@@ -52,30 +53,37 @@ def generate(
     Raises as `prefill` does, and E211 for logits without a finite largest one.
     """
     with needs("hf", "generation"):
+        from ...hf.model.arguments import integer, stop_set
         from ...hf.serving.sampling import NO_TOKEN, RequestSampling, choose_tokens
     with same_on_ranks(model, "generate") as facts:
         new = check_size("max_new_tokens", max_new_tokens)
-        settings = [RequestSampling(temperature, top_k, top_p, seed + i) for i in range(len(prompts))]
-        stops, device = set(model.config.eos_token_id if stop is None else stop), model.device
-        facts |= {"max_new_tokens": new, "sampling": repr(settings), "stop": sorted(stops), "prompts": len(prompts)}
-        if not prompts:
-            return []
+        check_mode(model)
+        ids = [ids_of(prompt, model.config) for prompt in prompts_of(prompts)]
+        first = integer("seed", seed, 0)
+        settings = [RequestSampling(temperature, top_k, top_p, first + i) for i in range(len(ids))]
+        stops, device = stop_set(stop, model.config.vocab_size, model.config), model.device
+        facts |= {"max_new_tokens": new, "sampling": repr(settings), "stop": sorted(stops), "prompts": len(ids)}
         if caches is None and isinstance(forward, CompiledSteps):
             caches = forward.caches
+        both = caches is not None and cache_format is not None
+        check(not both, "E201", got="caches and cache_format", rule="caches have their format")
+        if not ids:
+            return []
         if caches is None:
-            longest = max(len(prompt) for prompt in prompts)
-            caches = model.new_caches(
-                max_batch_size=len(prompts), max_seq_len=longest + new, max_step_tokens=chunk, cache_format=cache_format
-            )
-        checked = check_prompts(model.config, caches, prompts, None, None, more=new)
-    captured = _captured(model, forward, len(prompts)) if decode is None else None
+            sizes = {"max_batch_size": len(ids), "max_seq_len": max(map(len, ids)) + new, "max_step_tokens": chunk}
+            caches = model.new_caches(cache_format=cache_format, **sizes)
+        check_caches(model.config, caches)
+        checked = check_prompts(caches, ids, None, None, more=new)
+    captured = _captured(model, forward, len(ids)) if decode is None else None
     run = next(step for step in (decode, forward, model) if step is not None)  # a compiled model has no truth value
-    logits = prefill(model, prompts, caches, chunk=chunk, mode=mode, forward=forward)
-    lengths, tokens = [len(prompt.ids) for prompt in checked], [list[int]() for _ in prompts]
-    live = [True] * len(prompts)
+    logits = prefill(model, ids, caches, chunk=chunk, mode=mode, forward=forward)
+    lengths, tokens = [len(prompt.ids) for prompt in checked], [list[int]() for _ in ids]
+    live = [True] * len(ids)
     chosen = choose_tokens(logits, _numbers(settings, device))
     if captured is not None:
-        captured.load(chosen, to_device(torch.tensor(lengths), device), torch.arange(len(prompts), device=device))
+        captured.load(
+            chosen, to_device(torch.tensor(lengths, device="cpu"), device), torch.arange(len(ids), device=device)
+        )
     for step in range(new):
         reading, is_last = TokenReading(chosen), step == new - 1
         if captured is not None and not is_last:
@@ -98,13 +106,13 @@ def generate(
             break
         if captured is not None:
             continue
-        positions = [lengths[i] + step if live[i] else PAD_INDEX for i in range(len(prompts))]
-        requests = [i if live[i] else PAD_INDEX for i in range(len(prompts))]
-        missing = [PAD_INDEX] * (LEAST_ROWS - len(prompts))
+        positions = [lengths[i] + step if live[i] else PAD_INDEX for i in range(len(ids))]
+        requests = [i if live[i] else PAD_INDEX for i in range(len(ids))]
+        missing = [PAD_INDEX] * (LEAST_ROWS - len(ids))
         rows = (values + missing, positions + missing, requests + missing)
-        inputs = [to_device(torch.tensor(numbers), device) for numbers in rows]
-        with step_of_ranks(model):
-            logits = run(*inputs, caches)[: len(prompts)]
+        inputs = [to_device(torch.tensor(numbers, device="cpu"), device) for numbers in rows]
+        with step_of_ranks(model), default_device():
+            logits = run(*inputs, caches)[: len(ids)]
         chosen = choose_tokens(logits, _numbers(settings, device))
     with same_on_ranks(model, "the end of generate") as facts:
         facts["chosen"] = zlib.crc32(repr(tokens).encode())
@@ -113,7 +121,10 @@ def generate(
 
 def _captured(model: V41Model, forward: Any, requests: int) -> CapturedSteps | None:
     """Return the CUDA graphs of decode steps of this many requests, None where `forward` has none."""
-    captured = forward.captured if isinstance(forward, CompiledSteps) else None
+    if not isinstance(forward, CompiledSteps):
+        return None
+    check(forward.model is model, "E208", got="steps that were compiled of a different model", fix="compile this one")
+    captured = forward.captured
     if captured is None or not captured.fits(requests):
         return None
     captured.check()
@@ -122,7 +133,7 @@ def _captured(model: V41Model, forward: Any, requests: int) -> CapturedSteps | N
 
 def _numbers(settings: Sequence[Any], device: torch.device) -> Tensor:
     """Return what `choose_tokens` takes for the next token of each request, float64 `[R, 4]`."""
-    numbers = torch.tensor([setting.draw() for setting in settings], dtype=torch.float64)
+    numbers = torch.tensor([setting.draw() for setting in settings], dtype=torch.float64, device="cpu")
     return to_device(numbers, device)
 
 
@@ -130,7 +141,7 @@ class TokenReading:
     """Chosen tokens int64 `[R]` on their way to the host, which waits for this copy alone."""
 
     def __init__(self, tokens: Tensor) -> None:
-        self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
+        self._host = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=tokens.is_cuda)
         self._host.copy_(tokens, non_blocking=True)
         self._copied = torch.cuda.Event() if tokens.is_cuda else None
         if self._copied is not None:

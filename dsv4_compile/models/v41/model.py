@@ -15,6 +15,7 @@ from ...modules.linear import linear_fp32
 from ...parallel import Ranks, all_gather, all_reduce
 from .attention import Attention, Selection
 from .cache import V41Caches, V41Format
+from .calls import check_step
 from .config import V41Config
 from .engram import Engram
 from .experts import MoE
@@ -172,7 +173,24 @@ class V41Model(nn.Module):
                 has a negative position or request.
             tail: tokens that layers after the last source run (None = all). See `prefill`.
             last: int64 `[N]`, rows with logits (None = all), rows of the tail where there is one.
+
+        An id outside the vocabulary counts as token 0. Raises what `check_step` does.
         """
+        if not torch.compiler.is_compiling():
+            check_step(self.config, self.device, ids, positions, requests, caches)
+        return self.logits(ids, positions, requests, caches, tail=tail, last=last)
+
+    def logits(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        requests: Tensor,
+        caches: V41Caches,
+        *,
+        tail: Tail | None = None,
+        last: Tensor | None = None,
+    ) -> Tensor:
+        """Return what `forward` returns, of a step that is not checked: for captures."""
         streams, pre = self.hidden(ids, positions, requests, caches, tail)
         if last is not None:
             streams, pre = streams[last], pre[last]
@@ -181,6 +199,8 @@ class V41Model(nn.Module):
 
     def encode(self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> None:
         """Write what later tokens need of a prompt before its tail: layers up to the insertion of the last source."""
+        if not torch.compiler.is_compiling():
+            check_step(self.config, self.device, ids, positions, requests, caches)
         streams, pre, rows, step = self._begin(ids, positions, requests, caches)
         selection = None
         for layer in self._stack():

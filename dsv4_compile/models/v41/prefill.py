@@ -14,7 +14,7 @@ The last source itself inserts window rows, entries and keys of all tokens in ev
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from ...errors import check
 from ...layout import PAD_INDEX
 from ...sizes import check_optional_size
 from .cache import V41Caches
+from .calls import Prompt, check_caches, check_mode, check_prompts, check_settings, default_device, ids_of, prompts_of
 from .config import V41Config
 from .model import V41Model
 from .ranks import same_on_ranks, step_of_ranks
@@ -40,19 +41,6 @@ def tail_length(config: V41Config, mode: str) -> int | None:
     if mode == "full" or config.last_source >= config.num_layers:
         return None
     return config.exact_tail if mode == "tail" else config.sliding_window
-
-
-def check_mode(model: V41Model) -> None:
-    """Raise E208 for a model in training mode."""
-    check(not model.training, "E208", got="a V41Model in training mode", fix="call model.eval()")
-
-
-class Prompt(NamedTuple):
-    """New tokens of a request: int64 `[n]` on the CPU, its row of the caches, and the tokens that it has already."""
-
-    ids: Tensor
-    request: int
-    start: int
 
 
 class Chunk(NamedTuple):
@@ -132,7 +120,7 @@ def _padded(step: Chunk) -> Chunk:
 @torch.no_grad()
 def prefill(
     model: V41Model,
-    prompts: Sequence[Any],
+    prompts: Iterable[Any],
     caches: V41Caches,
     *,
     requests: Sequence[int] | None = None,
@@ -144,28 +132,33 @@ def prefill(
     """Run prompts through the model and return the float32 logits `[R, V]` of their last tokens.
 
     Args:
-        prompts: token ids of each request, 1-D tensors or lists, at least one token each.
+        prompts: token ids of each request, 1-D tensors or lists, at least one token each; or a matrix `[R, S]`.
         requests: row of the caches of each prompt (None = 0, 1, 2...).
         starts: tokens that each request already has in the caches (None = 0).
         chunk: most tokens of a request in one step (None = `caches.max_step_tokens`).
         mode: see the module.
         forward: called in place of the model, such as what `compile` returns.
 
-    Raises E204 for prompts that do not fit the caches, E201 for ids outside the vocabulary, and E208 for image tokens.
+    Raises E204 for prompts that do not fit the caches, E201 for ids outside the vocabulary, and E208 for image tokens,
+    a model in training mode, caches of a different one, and torch.autocast.
     All ranks of a split model make the same call, E702 on all of them otherwise.
     """
     with same_on_ranks(model, "prefill") as facts:
         check_mode(model)
         tail = tail_length(model.config, mode)
+        check_caches(model.config, caches)
         size = min(check_optional_size("chunk", chunk) or caches.max_step_tokens, caches.max_step_tokens)
-        checked = check_prompts(model.config, caches, prompts, requests, starts)
+        check_settings(model.device)
+        ids = [ids_of(prompt, model.config) for prompt in prompts_of(prompts)]
+        checked = check_prompts(caches, ids, requests, starts)
         facts |= facts_of(checked) | {"chunk": size, "mode": mode}
     run = model if forward is None else forward
-    logits = torch.empty(len(checked), model.config.vocab_size, device=model.device)
-    for step in chunks_of(checked, size, tail):
-        result = run_chunk(model, run, caches, step)
-        for row, (index, _) in enumerate(step.ends):
-            logits[index] = result[row]
+    logits = torch.empty(len(checked), model.config.vocab_size, dtype=torch.float32, device=model.device)
+    with default_device():
+        for step in chunks_of(checked, size, tail):
+            result = run_chunk(model, run, caches, step)
+            for row, (index, _) in enumerate(step.ends):
+                logits[index] = result[row]
     return logits
 
 
@@ -192,46 +185,3 @@ def facts_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Return what ranks must have in common of prompts."""
     digest = zlib.crc32(repr([prompt.ids.tolist() for prompt in prompts]).encode())
     return {"rows": [(prompt.request, prompt.start, len(prompt.ids)) for prompt in prompts], "tokens": digest}
-
-
-def check_prompts(
-    config: V41Config,
-    caches: V41Caches,
-    prompts: Sequence[Any],
-    requests: Sequence[int] | None,
-    starts: Sequence[int] | None,
-    more: int = 0,
-) -> list[Prompt]:
-    """Return the prompts as int64 tensors on the CPU, `more` tokens after each fitting the caches, or raise."""
-    rows = list(range(len(prompts))) if requests is None else list(requests)
-    begins = [0] * len(prompts) if starts is None else list(starts)
-    counts = f"{len(prompts)} prompts, {len(rows)} requests, {len(begins)} starts"
-    check(len(prompts) == len(rows) == len(begins), "E201", got=counts, rule="one of each for a prompt")
-    inside = len(set(rows)) == len(rows) and all(0 <= row < caches.max_batch_size for row in rows)
-    check(inside, "E204", got=f"requests {rows}", rule=f"distinct rows below max_batch_size={caches.max_batch_size}")
-    checked = []
-    for prompt, request, start in zip(prompts, rows, begins, strict=True):
-        ids = torch.as_tensor(prompt).detach().cpu()
-        integers = ids.dim() == 1 and not ids.dtype.is_floating_point and ids.dtype is not torch.bool
-        check(integers, "E201", got=f"a prompt {ids.dtype} {list(ids.shape)}", rule="a prompt is int [n]")
-        check(len(ids) > 0, "E201", got="an empty prompt", rule="a prompt has at least one token")
-        low, high = int(ids.min()), int(ids.max())
-        known = low >= 0 and high < config.vocab_size
-        check(known, "E201", got=f"token ids from {low} to {high}", rule=f"ids are below {config.vocab_size}")
-        check(
-            not bool((ids == config.image_token_id).any()),
-            "E208",
-            got=f"image tokens (id {config.image_token_id}) in a prompt",
-            rule="prompts are text",
-            why="the vision tower is not built",
-            fix="leave images out",
-        )
-        total = start + len(ids) + more
-        check(
-            start >= 0 and total <= caches.max_seq_len,
-            "E204",
-            got=f"{start} tokens, {len(ids)} of a prompt and {more} new ones",
-            rule=f"a request has at most max_seq_len={caches.max_seq_len} tokens",
-        )
-        checked.append(Prompt(ids.to(torch.int64), request, start))
-    return checked

@@ -15,9 +15,10 @@ from ...layout import PAD_INDEX
 from ...runtime import Statistics
 from ...runtime.start_times import spending
 from ...runtime.warmup import warming_up
+from .calls import Prompt, check_mode, check_settings, default_device
 from .compiled import CompiledSteps
 from .model import V41Model
-from .prefill import LEAST_ROWS, Piece, Prompt, check_mode, chunk_of, run_chunk, tail_length, to_device
+from .prefill import LEAST_ROWS, Piece, chunk_of, run_chunk, tail_length, to_device
 
 Slots = Sequence[Progress | None]
 """Request in each slot of the caches."""
@@ -66,6 +67,7 @@ class RunningV41:
     def prepare(self, joins: bool) -> None:
         """Check the model before a step, and what graphs read before one where requests join."""
         check_mode(self.model)
+        check_settings(self._device)
         if joins and self._steps.captured is not None:
             self._steps.captured.check()
 
@@ -84,15 +86,16 @@ class RunningV41:
                 ends[progress], room = progress.cached + new, room - new
         served = [(progress, slot) for progress, slot in filling if progress in ends]
         pieces = [
-            Piece(Prompt(torch.tensor(progress.prompt), slot, 0), progress.cached, ends[progress])
+            Piece(Prompt(torch.tensor(progress.prompt, device="cpu"), slot, 0), progress.cached, ends[progress])
             for progress, slot in served
         ]
         if not pieces:
             return []
         for progress, end in ends.items():
             progress.cached = end
-        step = chunk_of(pieces, self._tail)
-        logits = run_chunk(self.model, self._steps, self.caches, step)
+        with default_device():
+            step = chunk_of(pieces, self._tail)
+            logits = run_chunk(self.model, self._steps, self.caches, step)
         done = [served[number] for number, _ in step.ends]
         for progress, _ in done:
             progress.state = "decode"
@@ -114,10 +117,12 @@ class RunningV41:
         captured, count = self._steps.captured, len(rows)
         if captured is None:
             rows += [(0, PAD_INDEX, PAD_INDEX)] * (LEAST_ROWS - count)
-        ids, positions, requests = to_device(torch.tensor(rows, dtype=torch.int64).t().contiguous(), self._device)
+        sent = torch.tensor(rows, dtype=torch.int64, device="cpu").t().contiguous()
+        ids, positions, requests = to_device(sent, self._device)
         if captured is None:
             # Not views: a graph is specialised on the sizes of their bases.
-            logits = self._steps(ids.clone(), positions.clone(), requests.clone(), self.caches)[:count]
+            with default_device():
+                logits = self._steps(ids.clone(), positions.clone(), requests.clone(), self.caches)[:count]
             likeliest = likeliest_tokens(logits)
         else:
             captured.load(ids, positions, requests)
@@ -136,9 +141,9 @@ class RunningV41:
         """Set the chosen token of each of `served`: logits `[N, vocab]`, likeliest tokens `[N]`."""
         if not all(progress.sampling.greedy for progress, _ in served):
             numbers = [progress.sampling.draw() for progress, _ in served]
-            sent = to_device(torch.tensor(numbers, dtype=torch.float64).view(-1, COLUMNS), self._device)
+            sent = to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu").view(-1, COLUMNS), self._device)
             likeliest = choose_tokens(logits, sent, likeliest)
-        places = to_device(torch.tensor([slot for _, slot in served]), self._device)
+        places = to_device(torch.tensor([slot for _, slot in served], device="cpu"), self._device)
         self._chosen.index_copy_(0, places, likeliest)
 
 

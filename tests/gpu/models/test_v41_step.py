@@ -60,7 +60,7 @@ def prompts() -> list[Tensor]:
 
 def captured_of(case: Case, caches: V41Caches | None = None) -> CapturedSteps:
     """Steps that replay the plain model."""
-    steps = CapturedSteps(case.model, case.caches() if caches is None else caches, case.model)
+    steps = CapturedSteps(case.model, case.caches() if caches is None else caches, case.model.logits)
     steps.warm_up()
     return steps
 
@@ -210,7 +210,7 @@ def test_a_step_that_reads_the_device_is_refused_and_leaves_the_device_usable() 
     case = Case(tiny_model(**KINDS).to(CUDA), FORMATS["plain"])
 
     def reads(ids: Tensor, *step: Any, **options: Any) -> Tensor:
-        return case.model(ids, *step, **options) * int(ids.max() >= -1)
+        return case.model.logits(ids, *step, **options) * int(ids.max() >= -1)
 
     with pytest.raises(GraphError, match="E422"):
         CapturedSteps(case.model, case.caches(), reads).warm_up()

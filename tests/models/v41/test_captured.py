@@ -36,7 +36,7 @@ def caches_of(model: V41Model, **sizes: int) -> V41Caches:
 
 def captured_of(model: V41Model, **sizes: int) -> CapturedSteps:
     """Steps that replay the plain model."""
-    steps = CapturedSteps(model, caches_of(model, **sizes), model, graphs="standin")
+    steps = CapturedSteps(model, caches_of(model, **sizes), model.logits, graphs="standin")
     steps.warm_up()
     return steps
 
@@ -148,15 +148,15 @@ def test_weights_that_are_filled_anew_are_read(model: V41Model) -> None:
 
 
 def test_misuses_are_refused(model: V41Model) -> None:
-    steps = CapturedSteps(model, caches_of(model), model, graphs="standin")
+    steps = CapturedSteps(model, caches_of(model), model.logits, graphs="standin")
     for code, call in (
         ("E427", steps.step),
         ("E432", lambda: copy.deepcopy(steps)),
         ("E204", lambda: begin(model, steps, 4)),
         ("E204", lambda: steps.run(0)),
         ("E204", lambda: steps.run(5000)),
-        ("E204", lambda: CapturedSteps(model, steps.caches, model, graphs="standin", buckets=[1, 2])),
-        ("E204", lambda: CapturedSteps(model, steps.caches, model, graphs="standin", buckets=[])),
+        ("E204", lambda: CapturedSteps(model, steps.caches, model.logits, graphs="standin", buckets=[1, 2])),
+        ("E204", lambda: CapturedSteps(model, steps.caches, model.logits, graphs="standin", buckets=[])),
         ("E301", lambda: compile(model, caches=steps.caches, backend=None, options={"dsv4.strict": "off"})),
         ("E420", lambda: compile(model, caches=steps.caches, graphs="cuda")),
         ("E420", lambda: compile(model, caches=steps.caches, graphs="trees")),
@@ -172,7 +172,7 @@ def test_misuses_are_refused(model: V41Model) -> None:
 
 def test_a_step_that_reads_the_device_is_refused(model: V41Model) -> None:
     def reads(ids: Tensor, *step: Any, **options: Any) -> Tensor:
-        return model(ids, *step, **options) * int(ids.max() >= 0)
+        return model.logits(ids, *step, **options) * int(ids.max() >= 0)
 
     with pytest.raises(GraphError, match=r"_local_scalar_dense\.default during a capture"):
         CapturedSteps(model, caches_of(model), reads, graphs="standin").warm_up()

@@ -77,7 +77,7 @@ def test_prompts_that_do_not_fit_the_caches_write_nothing(worked: V41Model) -> N
     caches = worked.new_caches(max_batch_size=1, max_seq_len=10, cache_format=PLAIN)
     for prompts, options in (([[1] * 6], {"caches": caches}), ([[1], [2]], {"caches": caches})):
         with pytest.raises(InputError, match="E204"):
-            run(worked, prompts, **options)
+            run(worked, prompts, **options, cache_format=None)
     with pytest.raises(InputError, match="E204"):
         prefill(worked, [[1] * 6], caches, starts=[5])
     assert all(not tensor.any() for tensor in caches.tensors())
