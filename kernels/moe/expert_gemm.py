@@ -1,9 +1,10 @@
-"""GEMM of a tile of an expert's rows with a tile of tokens, in three weight formats.
+"""GEMM of a tile of an expert's rows with a tile of tokens, in four weight formats.
 
 The weight is the first operand of the MMA, [rows, K] x [K, tokens]: its rows fill a tensor core however few tokens an
 expert has. MXFP4 is unpacked to bfloat16 in registers, in the order of wgmma's first operand,
 so that no unpacked weight goes through shared memory (reference/moe/expert_weights.py). e4m3 is widened; its scale
 multiplies the float32 sum of a block of 128 elements of K, or the weights, for many tokens and scales of powers of two.
+e4m3 in blocks of 32x32 is multiplied by its scales in registers, which is exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton.language as tl
 
 from ...layout import MX_TILE as _MX_TILE
 from ...layout import WEIGHT_TILE as _WEIGHT_TILE
+from ..device.mx_values import scaled_blocks
 from ..device.quant import ue8m0_scale
 
 MX_TILE, WEIGHT_TILE = tl.constexpr(_MX_TILE), tl.constexpr(_WEIGHT_TILE)
@@ -150,6 +152,26 @@ def _multiply_mxfp4(
 
 
 @triton.jit
+def _multiply_blocks(rows, p_x, x, N: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr):
+    """Return the sums of e4m3 with scales of 32x32 blocks; 32 rows of a tile are those of a block."""
+    _, p_scale, expert, _, o_row = rows
+    ROWS: tl.constexpr = TILE.rows
+    TOKENS: tl.constexpr = TILE.tokens
+    BLOCK_K: tl.constexpr = TILE.block_k
+    STAGES: tl.constexpr = TILE.stages
+    o_block = tl.min(tl.reshape(o_row, (ROWS // MX_TILE, MX_TILE)), 1) // MX_TILE
+    p_blocks = p_scale + (expert.to(tl.int64) * tl.cdiv(N, MX_TILE) + o_block)[:, None] * (K // MX_TILE)
+    p_blocks += tl.arange(0, BLOCK_K // MX_TILE)[None, :]
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        values = tl.load(p_x + k * x.stride, x.mask[None, :], 0.0)
+        w = _load_weight(rows, k, N, K, BLOCK_K, TILE)
+        scale = ue8m0_scale(tl.load(p_blocks + k // MX_TILE).to(tl.int32))
+        acc = tl.dot(scaled_blocks(w, scale).to(tl.bfloat16), values, acc)
+    return acc
+
+
+@triton.jit
 def multiply(
     rows,  # `WeightRows`
     x,  # `TokenRows`
@@ -179,6 +201,8 @@ def multiply(
         acc *= USUAL
         if tl.max(tl.max((found != 0).to(tl.int32), 1), 0) != 0:
             acc, found = _multiply_mxfp4(rows, p_words, p_x, x, N, K, TILE, 1, True)
+    elif TILE.kind == "blocks":
+        acc = _multiply_blocks(rows, p_x, x, N, K, TILE)
     else:
         acc = tl.zeros((ROWS, TOKENS), tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):

@@ -40,12 +40,24 @@ class GemmTile(NamedTuple):
     ptx: bool
 
 
+class Rounding(NamedTuple):
+    """Compile-time roundings of `mx_experts`, which also multiplies hidden states by routing weights.
+
+    Attributes:
+        routed, shared: whether inputs of the routed experts' GEMMs and of the shared one's are rounded to mxfp8.
+    """
+
+    routed: bool
+    shared: bool
+
+
 class WeightRows(NamedTuple):
     """Rows of an expert's weight `[E, N, K]` in a kernel.
 
     Attributes:
         weight: a TMA descriptor of `[E, HALVES, N / HALVES, K]`, or a pointer to `[E, N, K]`, contiguous.
-        p_scale: MXFP4: words `[E, N, K / 128]` int32; e4m3: `[E, N / 128, K / 128]`; contiguous.
+        p_scale: MXFP4: words `[E, N, K / 128]` int32; e4m3: `[E, N / 128, K / 128]`; blocks: bytes
+            `[E, N / 32, K / 32]`; contiguous.
         first: first row of the first half. o_row: `[ROWS]` rows.
     """
 
@@ -93,14 +105,19 @@ class Weight(NamedTuple):
     values: Tensor
     scale: Tensor | None
     kind: str
-    """Its format: "mxfp4", "e4m3" or "float"."""
+    """Its format: "mxfp4", "e4m3", "float", or "blocks" for e4m3 with scales of 32x32 blocks."""
     size: int
     """Elements of K."""
 
     @classmethod
-    def of(cls, weight: Tensor, scale: Tensor | None) -> Weight:
-        """Return a weight `[E, N, K]`, or `[N, K]` of one expert, in its format: MXFP4 as words of eight elements."""
+    def of(cls, weight: Tensor, scale: Tensor | None, blocks: bool = False) -> Weight:
+        """Return a weight `[E, N, K]`, or `[N, K]` of one expert, in its format: MXFP4 as words of eight elements.
+
+        With `blocks`, e4m3 has scales of 32x32 blocks.
+        """
         kind, size = weight_format(weight), columns(weight)
+        if blocks and kind == "e4m3":
+            kind = "blocks"
         if weight.dim() == 2:
             weight, scale = weight[None], None if scale is None else scale[None]
         if kind == "mxfp4" and scale is not None:
@@ -131,22 +148,27 @@ class Weight(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Sizes and formats of a call, tokens apart: its weights, the experts of a token, and the order of MXFP4 rows."""
+    """Sizes and formats of a call, tokens apart: its weights, the experts of a token, and the order of MXFP4 rows.
+
+    `rounding` is None for `moe_experts`.
+    """
 
     w13: WeightShape
     w2: WeightShape
     shared: tuple[WeightShape, WeightShape] | None
     top_k: int
     interleaved: bool
+    rounding: Rounding | None = None
 
 
 Weights = tuple[Weight, Weight, "tuple[Weight, Weight] | None"]
 """Both weights of the routed experts, and of the shared one if there is one."""
 
 
-def weights_of(call: ExpertsArguments) -> Weights:
-    """Return both weights of the routed experts, and of the shared one if there is one."""
+def weights_of(call: ExpertsArguments, blocks: bool = False) -> Weights:
+    """Return both weights of the routed experts, and of the shared one if there is one. See `Weight.of`."""
     routed = Weight.of(call.w13, call.w13_scale), Weight.of(call.w2, call.w2_scale)
     if call.shared_w13 is None or call.shared_w2 is None:
         return *routed, None
-    return *routed, (Weight.of(call.shared_w13, call.shared_w13_scale), Weight.of(call.shared_w2, call.shared_w2_scale))
+    shared = (call.shared_w13, call.shared_w13_scale), (call.shared_w2, call.shared_w2_scale)
+    return *routed, (Weight.of(*shared[0], blocks), Weight.of(*shared[1], blocks))

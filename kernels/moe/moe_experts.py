@@ -5,6 +5,8 @@ finds those of its expert among all ids. MXFP4 rows in the order of a checkpoint
 small launch writes before. The shared expert's tiles are CTAs of the same launches, the first ones. `down` writes a row
 for each place, and the last CTA of a block of columns adds each token's rows in their order: the same bits in any order
 of arrival. Very many tokens are added by a separate launch, and come in passes that bound the scratch.
+
+`mx_experts` (mx_experts.py) runs these launches with other roundings: see `Rounding`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from ...layout import WEIGHT_TILE, cdiv
 from ...ops.common.invariance import STEP, TOKENS
 from ...reference.moe.expert_weights import SCALE_COLUMNS, columns, weight_format
 from ...reference.moe.moe_experts import ExpertsArguments
+from ..device.mx_values import MX_TILE, rounded_mxfp8
 from ..host.addresses import first_byte
 from ..host.gpu import SM90, Gpu, gpu_of, register_limit
 from ..host.launch import launch_kernel
@@ -31,7 +34,17 @@ from ..host.pdl import pdl_constants, pdl_prologue, uses_pdl
 from ..host.semaphores import arrival_counters
 from . import moe_experts_sm90 as sm90
 from .expert_gemm import multiply, swiglu, unpacked_element, unpacked_position
-from .expert_operands import GemmTile, Problem, TokenRows, Weight, WeightRows, Weights, WeightShape, weights_of
+from .expert_operands import (
+    GemmTile,
+    Problem,
+    Rounding,
+    TokenRows,
+    Weight,
+    WeightRows,
+    Weights,
+    WeightShape,
+    weights_of,
+)
 from .expert_plan import FIELDS, local_expert, most_tiles, plan_places, sort_programs
 from .expert_sum import SUM_TOKENS, ExpertIds, SumShape, add_up_last, add_up_places
 
@@ -93,15 +106,44 @@ def _places(p_order, rank, o_list, end, PLACES_POW2: tl.constexpr, PLAN: tl.cons
 
 
 @triton.jit
-def _store_hidden(p_hidden, acc, o_out, mask, first, limit, INNER: tl.constexpr, PERMUTED: tl.constexpr,
-                  TILE: tl.constexpr):  # fmt: skip
-    """Store silu(gate) * up of a tile; its first half of rows is gate."""
+def _rounded_hidden(acc, weights, limit, HALF: tl.constexpr, TOKENS: tl.constexpr, MXFP8: tl.constexpr):
+    """Return the float32 hidden states `[HALF, TOKENS]` of `mx_experts`, times routing weights `[TOKENS]` or None."""
+    hidden = swiglu(acc.to(tl.bfloat16).to(tl.float32), limit, HALF, TOKENS)
+    if weights is not None:
+        hidden *= weights[None, :]
+    hidden = hidden.to(tl.bfloat16).to(tl.float32)
+    if MXFP8:
+        by_token = tl.permute(tl.reshape(hidden, (HALF // MX_TILE, MX_TILE, TOKENS)), (0, 2, 1))
+        hidden = tl.reshape(tl.permute(rounded_mxfp8(by_token), (0, 2, 1)), (HALF, TOKENS))
+    return hidden
+
+
+@triton.jit
+def _store_hidden(
+    p_hidden,
+    acc,
+    o_out,
+    mask,
+    first,
+    limit,
+    INNER: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    TILE: tl.constexpr,
+    weights=None,
+    ROUNDS: tl.constexpr = False,
+    MXFP8: tl.constexpr = False,
+):
+    """Store silu(gate) * up of a tile; its first half of rows is gate. With ROUNDS, see `_rounded_hidden`."""
     HALF: tl.constexpr = TILE.rows // 2
     o_n = first + tl.arange(0, HALF)
     if PERMUTED:
         o_n = unpacked_position(o_n)
     p_row = p_hidden + o_out.to(tl.int64)[None, :] * INNER + o_n[:, None]
-    tl.store(p_row, swiglu(acc, limit, HALF, TILE.tokens).to(p_hidden.dtype.element_ty), mask[None, :])
+    if ROUNDS:
+        hidden = _rounded_hidden(acc, weights, limit, HALF, TILE.tokens, MXFP8)
+    else:
+        hidden = swiglu(acc, limit, HALF, TILE.tokens)
+    tl.store(p_row, hidden.to(p_hidden.dtype.element_ty), mask[None, :])
 
 
 @triton.jit
@@ -132,6 +174,7 @@ def gate_up_kernel(
     places,
     first_expert,
     limit,
+    p_weights,  # [places] float32 with ROUNDING, else None
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     SHARED_INNER: tl.constexpr,
@@ -143,6 +186,7 @@ def gate_up_kernel(
     TILE: tl.constexpr,  # `GemmTile`
     SHARED_TILE: tl.constexpr,
     PDL: tl.constexpr,
+    ROUNDING: tl.constexpr = None,  # `Rounding`
 ):
     """Compute HALF columns of the hidden state of a tile of places, or of tokens for the shared expert."""
     pdl_prologue(PDL)
@@ -167,8 +211,9 @@ def gate_up_kernel(
             x = TokenRows(p_rows, stride, o_t < tokens)
             acc = multiply(rows, x, 2 * SHARED_INNER, HIDDEN, SHARED_TILE)
             _store_hidden(
-                p_shared_hidden, acc, o_t, o_t < tokens, first, limit, SHARED_INNER, SHARED_PERMUTED, SHARED_TILE
-            )
+                p_shared_hidden, acc, o_t, o_t < tokens, first, limit, SHARED_INNER, SHARED_PERMUTED, SHARED_TILE, None,
+                ROUNDING is not None, ROUNDING is not None and ROUNDING.shared,
+            )  # fmt: skip
     if program >= shared:
         first = (program - shared) % (INNER // HALF) * HALF
         slot = (program - shared) // (INNER // HALF)
@@ -183,7 +228,13 @@ def gate_up_kernel(
                 p_rows, stride = p_reordered + o_token * HIDDEN, 1
             rows = WeightRows(weight, p_scale, expert, first, o_row)
             acc = multiply(rows, TokenRows(p_rows, stride, o_list < end), 2 * INNER, HIDDEN, TILE)
-            _store_hidden(p_hidden, acc, place, o_list < end, first, limit, INNER, PERMUTED_HIDDEN, TILE)
+            weights = None
+            if ROUNDING is not None:
+                weights = tl.load(p_weights + place, o_list < end, 0.0)
+            _store_hidden(
+                p_hidden, acc, place, o_list < end, first, limit, INNER, PERMUTED_HIDDEN, TILE, weights,
+                ROUNDING is not None, ROUNDING is not None and ROUNDING.routed,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "places", "first_expert"])
@@ -215,6 +266,7 @@ def down_kernel(
     TILE: tl.constexpr,  # `GemmTile`
     SHARED_TILE: tl.constexpr,
     PDL: tl.constexpr,
+    ROUNDING: tl.constexpr = None,  # `Rounding`: hidden states have been multiplied by routing weights
 ):
     """Compute ROWS columns of the results of a tile; with SUM, the last CTA of the columns adds them up."""
     pdl_prologue(PDL)
@@ -244,7 +296,8 @@ def down_kernel(
             rows = WeightRows(weight, p_scale, expert, first, o_row)
             x = TokenRows(p_hidden + place.to(tl.int64) * INNER, 1, o_list < end)
             acc = multiply(rows, x, HIDDEN, INNER, TILE)
-            acc *= tl.load(p_weights + place, o_list < end, 0.0)[None, :]
+            if ROUNDING is None:
+                acc *= tl.load(p_weights + place, o_list < end, 0.0)[None, :]
             p_row = p_results + place.to(tl.int64)[None, :] * HIDDEN + o_row[:, None]
             tl.store(p_row, acc.to(p_results.dtype.element_ty), (o_list < end)[None, :])
     if SUM is not None:
@@ -312,7 +365,9 @@ def choose_tiling(gpu: Gpu, tokens: int, kind: str, rows: int, size: int, ctas: 
     """
     deep = gpu.backend == "cuda" and gpu.capability // 10 in (9, 10)
     hopper, few = gpu.capability == SM90, ctas <= FEW_CTAS
-    most = {"e4m3": WEIGHT_TILE, "mxfp4": SCALE_COLUMNS, "float": 64 if tokens > 32 else 128}[kind]
+    most = {"e4m3": WEIGHT_TILE, "blocks": WEIGHT_TILE, "mxfp4": SCALE_COLUMNS, "float": 64 if tokens > 32 else 128}[
+        kind
+    ]
     stages, registers = 4 if deep else 2, 0
     if kind == "mxfp4" and hopper and tokens <= 32:
         registers = 168
@@ -348,6 +403,7 @@ class ExpertsPlan(NamedTuple):
         places_pow2: places, rounded up to a power of two, where a CTA looks at all of them.
         reorder: CTAs that reorder x, 0 without such a launch. reorder_pdl: whether it uses PDL.
         exact: whether experts' results are kept in float32. sums: whether the last CTA of `down` adds them up.
+        rounding: None for `moe_experts`.
     """
 
     lists: int
@@ -359,6 +415,7 @@ class ExpertsPlan(NamedTuple):
     down: GemmPlan
     exact: bool
     sums: bool
+    rounding: Rounding | None = None
 
     @property
     def variant(self) -> ExpertsPlan:
@@ -403,7 +460,8 @@ def plan(
     With `invariant`, a value of `dsv4.batch_invariant`, tiles and roundings are the same for any number of tokens: only
     lists of places depend on it.
     """
-    if _splits(problem, gpu, invariant) if invariant else _on_sm90(gpu) and sm90.fits(problem, tokens, gpu):
+    few_on_sm90 = _on_sm90(gpu) and problem.rounding is None and sm90.fits(problem, tokens, gpu)
+    if _splits(problem, gpu, invariant) if invariant else few_on_sm90:
         return sm90.plan_split(problem, tokens, gpu)
     w13, w2, experts = problem.w13, problem.w2, problem.w13.experts
     places, (shared13, shared2) = tokens * problem.top_k, problem.shared or (None, None)
@@ -432,7 +490,7 @@ def plan(
         of_shared = of_tile._replace(tokens=shared_tile, kind="none", interleaved=False)
         if second is not None:
             shared_tiling = choose_tiling(gpu, shared_tile, second.kind, rows, second.size, ctas)
-            mixed = first.kind == "mxfp4" and second.kind == "e4m3" and ctas > FEW_CTAS
+            mixed = first.kind == "mxfp4" and second.kind in ("e4m3", "blocks") and ctas > FEW_CTAS
             if mixed:
                 shared_tiling = shared_tiling._replace(block_k=min(shared_tiling.block_k, MIXED_BLOCK_K))
             if mixed or shared_tiling.rows > tiling.rows:  # more stages would take the shared memory of a further CTA
@@ -454,8 +512,9 @@ def plan(
         reorder_pdl=reads_unpacked and uses_pdl(gpu, reorder),
         gate_up=gemms(w13, shared13, w13.rows, shared13.rows if shared13 else 0),
         down=gemms(w2, shared2, w2.rows, w2.rows),
-        exact=bool(invariant) or tokens <= EXACT_TOKENS,
+        exact=problem.rounding is None and (bool(invariant) or tokens <= EXACT_TOKENS),
         sums=not invariant and tokens <= FEW_TOKENS,
+        rounding=problem.rounding,
     )
 
 
@@ -481,12 +540,14 @@ def _run(call: ExpertsArguments, invariant: str) -> Tensor:
         if isinstance(pass_plan, sm90.SplitPlan):
             sm90.launch(one, operands, pass_plan, out[rows])
         else:
-            _launch(one, operands, pass_plan, out[rows])
+            launch(one, operands, pass_plan, out[rows])
     return out
 
 
-def _launch(call: ExpertsArguments, weights: Weights, plan: ExpertsPlan, out: Tensor) -> None:
-    """Fill `out` with the results of a pass."""
+def launch(
+    call: ExpertsArguments, weights: Weights, plan: ExpertsPlan, out: Tensor, reordered: Tensor | None = None
+) -> None:
+    """Fill `out` with the results of a pass. `reordered` is x for MXFP4 rows, if it has been written before."""
     (tokens, hidden), top_k, device = call.x.shape, call.ids.shape[1], call.x.device
     w13, w2, shared = weights
     shared13, shared2 = shared or (None, None)
@@ -507,6 +568,7 @@ def _launch(call: ExpertsArguments, weights: Weights, plan: ExpertsPlan, out: Te
     def options(gemms: GemmPlan) -> dict[str, Any]:
         """Return the constants and options of a launch."""
         constants = {"TILE": gemms.tile, "SHARED_TILE": gemms.shared_tile, "num_warps": gemms.warps}
+        constants |= {"ROUNDING": plan.rounding}
         return constants | register_limit(device, gemms.registers) | pdl_constants(gemms.pdl)
 
     order = tiles = None
@@ -525,8 +587,7 @@ def _launch(call: ExpertsArguments, weights: Weights, plan: ExpertsPlan, out: Te
         "PLACES_POW2": plan.places_pow2,
         "PLAN": plan.lists,
     }
-    reordered = None
-    if plan.reorder:
+    if plan.reorder and reordered is None:
         reordered = empty(tokens, hidden)
         launch_kernel(
             reorder_kernel,
@@ -555,6 +616,7 @@ def _launch(call: ExpertsArguments, weights: Weights, plan: ExpertsPlan, out: Te
         places,
         call.first_expert,
         float(call.limit),
+        call.weights if plan.rounding else None,
         PERMUTED_HIDDEN=w2.kind == "mxfp4" and not call.interleaved,
         **sizes,
         **options(plan.gate_up),

@@ -286,7 +286,7 @@ def _route(
     top_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels, with a table's token ids and rows, or flags of image tokens and what these change."""
+    """Launch the kernels, with the token ids of a table and its rows, or with `Images` and flags of image tokens."""
     token_ids, tid2eid = table
     is_image, images = flagged or (None, None)
     (tokens, size), experts = x.shape, gate.shape[0]

@@ -85,6 +85,7 @@ mx_experts = define(
     fake=_fake,
     check=_check,
     arguments=MxExperts,
+    kernel="dsv4_compile.kernels.moe.mx_experts",
     cost=CostModel(
         lambda T, D, N, K, L, row, S, e=2: (
             T * (2 * e * D + K * (INT32 + FLOAT32)) + smaller(N, T * K) * row + S,
