@@ -46,5 +46,6 @@ engram_embed = define(
     reference=reference.engram_embed,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.engram.engram_embed",
     cost=CostModel(lambda T, K, D, row: (T * K * (INT64 + row + FLOAT32 * D), 0), sizes=_sizes),
 )

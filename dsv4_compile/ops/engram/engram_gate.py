@@ -40,6 +40,7 @@ engram_gate = define(
     reference=reference.engram_gate,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.engram.engram_gate",
     cost=CostModel(
         lambda T, D, G, e=2: (e * T * D * (3 * G + 1) + 2 * e * G * D + T, 0),
         sizes=CallSizes.of_streams,

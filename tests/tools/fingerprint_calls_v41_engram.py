@@ -1,0 +1,23 @@
+"""Calls for fingerprints of kernels, continued: the engram of DeepSeek-V4.1."""
+
+from __future__ import annotations
+
+from tests.tools.fingerprint_calls import BYTES, EPS, F8, Calls, flags, longs, register, zeros
+
+HIDDEN, STREAMS, ROWS, CHANNELS = 5120, 4, 24, 256
+
+
+@register
+def engram_gate() -> Calls:
+    """Yield a step and a prompt; the number of tokens changes the grid alone."""
+    for tokens in (1, 2000):
+        keys, weights = zeros(tokens, (STREAMS + 1) * HIDDEN), (zeros(STREAMS, HIDDEN) for _ in range(2))
+        yield f"{tokens} tokens", (zeros(tokens, STREAMS, HIDDEN), keys, *weights, flags(tokens), EPS)
+
+
+@register
+def engram_embed() -> Calls:
+    """Yield a step and a prompt."""
+    table = zeros(1000, CHANNELS, dtype=F8), zeros(1000, CHANNELS // 32, dtype=BYTES)
+    for tokens in (1, 2000):
+        yield f"{tokens} tokens", (longs(tokens, ROWS), *table)
