@@ -50,6 +50,7 @@ sparse_mla_mixed = define(
     reference=reference.sparse_mla_mixed,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.attention.sparse_mla_mixed",
     arguments=MixedArguments,
     cost=CostModel(
         lambda T, H, D, W, width, K, row, e=2: (
