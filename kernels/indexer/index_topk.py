@@ -315,7 +315,9 @@ def _run(a: IndexArguments, picks: Tensor, blocks: Tensor | None, programs: int,
     tokens = a.q.shape[0]
     reach = a.block_table.shape[1] * a.block_size if a.keys.shape[0] > 0 else 0
     width = reach if a.candidates is None else a.candidates.shape[1] * a.candidate_block
-    if tokens == 0 or reach == 0 or width == 0:
+    if tokens == 0:
+        return
+    if reach == 0 or width == 0:
         for out in (picks, blocks):
             if out is not None:
                 out.fill_(PAD_INDEX)
