@@ -130,6 +130,7 @@ PRIVATE: dict[str, PrivateName] = {
     "module_hooks": PrivateName("torch.nn.modules.module", "", "hooks of all modules"),
     "lookup_backend": PrivateName("torch._dynamo", "lookup_backend", "function of a backend's name"),
     "compile_lock": PrivateName("torch._dynamo.convert_frame", "compile_lock", "held by the thread that compiles"),
+    "compile_callbacks": PrivateName("torch._dynamo.callback", "callback_handler", "calls as a graph compiles"),
     "convert_frame": PrivateName("torch._dynamo.convert_frame", "", "functions that were traced"),
     "RecompileLimit": PrivateName("torch._dynamo.exc", "FailOnRecompileLimitHit", "raised for one graph too many"),
     "RestartAnalysis": PrivateName("torch._dynamo.exc", "RestartAnalysis", "raised when a graph is traced again"),

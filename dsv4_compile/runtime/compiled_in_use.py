@@ -1,15 +1,21 @@
-"""The compiled folder that this process started from: a graph that it lacks is a line in the log, or E502."""
+"""The compiled folder that this process started from: a graph that it lacks is a line in the log, or E502.
+
+Python's garbage collector rests while torch traces a graph that the folder has: it would walk every object of the
+trace, and free next to nothing.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import fail
+from .capture_status import without_collections
 
 _log = logging.getLogger("dsv4_compile.runtime")
 
@@ -25,6 +31,8 @@ class InUse:
 
 _in_use: list[InUse] = []
 _options: dict[str, None] = {}
+_pause = ExitStack()
+"""Holds a block without collections while a graph is traced, by the thread that has torch's lock of compilations."""
 
 
 def note_options(mode: str | None, options: Mapping[str, Any] | None) -> None:
@@ -38,13 +46,35 @@ def options_so_far() -> list[str]:
 
 
 def use(folder: Path, *, required: bool, options: list[str]) -> None:
-    """Expect graphs that are compiled from now on in the caches."""
-    _in_use[:] = [InUse(folder, required, tuple(options))]
+    """Expect graphs that are compiled from now on in the caches, and trace them without collections."""
+    from .._compat import compile_callbacks
+
+    stop()
+    _in_use.append(InUse(folder, required, tuple(options)))
+    compile_callbacks.register_end_callback(_end_pause)
+    compile_callbacks.register_start_callback(_begin_pause)
 
 
 def stop() -> None:
     """Expect nothing any more."""
+    from .._compat import compile_callbacks
+
     _in_use.clear()
+    for callbacks, callback in (
+        (compile_callbacks.start_callbacks, _begin_pause),
+        (compile_callbacks.end_callbacks, _end_pause),
+    ):
+        if callback in callbacks:  # torch.compiler.reset() drops them all
+            callbacks.remove(callback)
+    _end_pause()
+
+
+def _begin_pause(*_: Any) -> None:
+    _pause.enter_context(without_collections())
+
+
+def _end_pause(*_: Any) -> None:
+    _pause.close()
 
 
 def watched(
@@ -65,6 +95,7 @@ def watched(
             fix = "build it with these options, sizes and batches, or load with compiled_required=False"
             fail("E502", got=str(now.folder), why=why, fix=fix)
         _log.warning("compiles, although %s is used: %s", now.folder, why)
+        _end_pause()  # compiling takes long, and makes garbage
         return compile_graph(gm, example_inputs, **arguments)
 
     return compile_missing
