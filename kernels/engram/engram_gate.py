@@ -30,7 +30,7 @@ class Shape(NamedTuple):
     block: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["p_is_image"])
 def engram_gate_kernel(
     p_out,  # [T, N, D] contiguous
     inputs,  # streams [T, N, D], keys_value [T, (N + 1) * D], q_weight and k_weight [N, D]
