@@ -78,6 +78,8 @@ PARTS = {
     "lowered_compress_norm_rope_insert": 5,
     "merged_layer": 3,
     "moe_experts": 5,
+    "mx_experts": 6,
+    "mx_linear": 4,
     "preprocess_insert": 6,
     "preprocess_insert_quant": 4,
     "side_stream": 4,
