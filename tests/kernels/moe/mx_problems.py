@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,17 @@ def blocks(rows: int, size: int, device: Any = "cpu") -> tuple[Tensor, Tensor]:
     """Return a random e4m3 weight that keeps the magnitude of its inputs, and its scales of 32x32 blocks."""
     packed = (torch.randn(rows, size, device=device) * size**-0.5 * 64).to(torch.float8_e4m3fn)
     return packed, torch.randint(119, 123, (cdiv(rows, 32), cdiv(size, 32)), device=device).to(torch.uint8)
+
+
+def mxfp4(count: int, rows: int, size: int, device: Any = "cpu") -> tuple[Tensor, Tensor]:
+    """Return random MXFP4 weights that keep the magnitude of their inputs, and their scales.
+
+    Drawn as bytes: experts of the model in float32 would take a GPU's memory.
+    """
+    packed = torch.randint(0, 256, (count, rows, size // 2), device=device, dtype=torch.uint8)
+    middle = 127 - round(math.log2(3 * math.sqrt(size)))
+    scale = torch.randint(middle - 1, middle + 2, (count, rows, size // 32), device=device, dtype=torch.uint8)
+    return packed, scale
 
 
 def mx_experts(
@@ -35,8 +47,10 @@ def mx_experts(
     x = torch.randn(tokens, hidden, device=device).bfloat16()
     ids = torch.rand(tokens, count, device=device).argsort(1)[:, :top_k].int()
     weights = torch.rand(tokens, top_k, device=device) + 0.2
-    w13, w13_scale = weight(kind, count, 2 * inner, hidden, device=device)
-    w2, w2_scale = weight(kind, count, hidden, inner, device=device)
+    (w13, w13_scale), (w2, w2_scale) = (
+        mxfp4(count, n, k, device) if kind == "mxfp4" else weight(kind, count, n, k, device=device)
+        for n, k in ((2 * inner, hidden), (hidden, inner))
+    )
     pair = [
         blocks(n, k, device) if shared == "blocks" else weight(shared, n, k, device=device)
         for n, k in ((2 * shared_inner, hidden), (hidden, shared_inner))
