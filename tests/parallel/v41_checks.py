@@ -77,6 +77,16 @@ def v41_compiles_to_one_graph_on_a_rank(mesh: Any) -> None:
         assert generated(model, decode=step) == generated(model)
 
 
+def v41_captures_a_step_with_its_collectives(mesh: Any) -> None:
+    model = divided(mesh)
+    caches = model.new_caches(max_batch_size=3, max_seq_len=64, cache_format=v41.V41Format.plain())
+    steps = v41.compile(model, caches=caches, backend=None, graphs="standin", buckets=[3])
+    assert generated(model, forward=steps, cache_format=None) == generated(model)
+    sampled = {"temperature": 1.0, "seed": 3}
+    assert generated(model, forward=steps, cache_format=None, **sampled) == generated(model, **sampled)
+    assert steps.captured is not None and steps.captured.statistics.replays == 14
+
+
 def v41_a_rank_reads_its_part_of_a_folder(mesh: Any) -> None:
     ranks = Ranks.of(mesh)
     folder = Path(first_object(tempfile.mkdtemp() if ranks.rank == 0 else None, ranks))
