@@ -40,6 +40,7 @@ ON_TWO = (
     serving_checks.a_step_that_a_rank_cannot_run_is_launched_on_none,
     serving_checks.an_idle_batch_outlives_the_timeout_of_its_group,
     v41_checks.v41_captures_a_step_with_its_collectives,
+    v41_checks.v41_requests_get_the_text_of_the_whole_model,
     v41_checks.v41_compiles_to_one_graph_on_a_rank,
     v41_checks.v41_calls_that_ranks_make_differently_are_errors,
     v41_checks.v41_what_a_part_cannot_do_is_an_error,

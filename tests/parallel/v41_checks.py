@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.errors import CompileError
+from dsv4_compile import hf
+from dsv4_compile.errors import CompileError, InputError
 from dsv4_compile.models import v41
 from dsv4_compile.models.v41.splitting import split_of
 from dsv4_compile.models.v41.tiny import tiny_model
@@ -85,6 +86,36 @@ def v41_captures_a_step_with_its_collectives(mesh: Any) -> None:
     sampled = {"temperature": 1.0, "seed": 3}
     assert generated(model, forward=steps, cache_format=None, **sampled) == generated(model, **sampled)
     assert steps.captured is not None and steps.captured.statistics.replays == 14
+
+
+def v41_requests_get_the_text_of_the_whole_model(mesh: Any) -> None:
+    ranks, sizes = Ranks.of(mesh), {"slots": 2, "max_seq_len": 64, "prefill_chunk": 16}
+    settings: list[dict[str, Any]] = [{"temperature": 1.0, "seed": i} if i % 2 else {} for i in range(5)]
+
+    def texts(batch: Any) -> list[list[int]]:
+        requests = [
+            batch.submit(prompt, max_new_tokens=4 + i, stop_tokens=[], **options)
+            for i, (prompt, options) in enumerate(zip([*PROMPTS, [5], [6, 7]], settings, strict=True))
+        ]
+        dropped = batch.submit([8, 9], max_new_tokens=40, stop_tokens=[])
+        batch.step()
+        dropped.cancel()
+        batch.run()
+        assert {request.state for request in requests} == {"length"} and dropped.state == "cancelled"
+        return [request.tokens for request in requests]
+
+    want = first_object(texts(hf.RunningBatch(whole(), **sizes)) if ranks.rank == 0 else None, ranks)
+    for graphs in ("off", "standin"):
+        with hf.RunningBatch(divided(mesh), graphs=graphs, **sizes) as batch:
+            got = texts(batch) if ranks.rank == 0 else batch.serve()
+            if ranks.rank == 0:
+                with pytest.raises(InputError, match="follow a RunningBatch"):
+                    generated(divided(mesh))
+        assert first_object(got, ranks) == want
+        assert len({*map(str, gather_objects(batch._ranks._checksum, ranks))}) == 1
+    with fails("E702", "slots"):
+        hf.RunningBatch(divided(mesh), **sizes | {"slots": 2 + ranks.rank})
+    assert generated(divided(mesh)) == generated(divided(mesh), chunk=7)
 
 
 def v41_a_rank_reads_its_part_of_a_folder(mesh: Any) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import DSV4Error, check, error, fail
 from ...models.v41.model import V41Model
@@ -40,11 +40,16 @@ _numbers = itertools.count()
 
 def ranks_of(model: Any) -> Ranks | None:
     """Return the ranks that a converted model is split over, None if no other rank exists."""
-    in_step = None if isinstance(model, V41Model) else model.model.dsv4_in_step
+    in_step = _in_step_of(model)
     if in_step is None or in_step.ranks.size == 1 or is_fake(in_step.ranks):
         return None
     ranks: Ranks = in_step.ranks
     return ranks
+
+
+def _in_step_of(model: Any) -> Any:
+    """Return what watches the calls of a split model, or None."""
+    return model.in_step if isinstance(model, V41Model) else model.model.dsv4_in_step
 
 
 @contextmanager
@@ -97,7 +102,7 @@ class RunningRanks:
     """
 
     def __init__(self, model: Any, arguments: Mapping[str, Any]) -> None:
-        self.model, self.in_step = model, model.model.dsv4_in_step
+        self.model, self.in_step = model, _in_step_of(model)
         self.ranks: Ranks = self.in_step.ranks
         self.leads, self.pending, self.closed = self.ranks.rank == 0, False, False
         self.ended: DSV4Error | None = None
@@ -108,7 +113,7 @@ class RunningRanks:
             agreement.check_agree(_CALL, facts, self.ranks)
         processes = self.in_step.processes
         self._messages = Messages(self.ranks, processes, "a RunningBatch", self.in_step.timeout)
-        device = model.model.dsv4_cache.seq_lens.device
+        device = model.device if isinstance(model, V41Model) else model.model.dsv4_cache.seq_lens.device
         self._watchdog: watchdog.Watchdog | None = None
         if device.type == "cuda" and not self.ranks.symmetric:  # NCCL would wait for its own, longer timeout
             work = watchdog.DeviceWork(device)
@@ -286,15 +291,22 @@ class RunningRanks:
 
     def _facts(self) -> dict[str, Any]:
         """Return what must be equal on all ranks where weights are read."""
-        facts = {name: repr(value) for name, value in settings(self.model.model).items()}
-        snapshot = self.model.model.dsv4_snapshot
-        if self._bits is None or snapshot is not self._bits[0]:
-            layout = self.model.dsv4_part[1]
-            models = [model for model in (self.model, self.model.dsv4_drafts) if isinstance(model, nn.Module)]
-            named = [pair for model in models for pair in model.named_parameters()]
-            shared = [tensor for name, tensor in named if split_of(name, layout) is None]
-            self._bits = snapshot, agreement.digest(*shared)
+        plain = isinstance(self.model, V41Model)
+        stack = self.model if plain else self.model.model
+        facts = {name: repr(value) for name, value in settings(stack).items()}
+        snapshot = stack.state_of_weights() if plain else stack.dsv4_snapshot
+        if self._bits is None or (snapshot != self._bits[0] if plain else snapshot is not self._bits[0]):
+            self._bits = snapshot, agreement.digest(*self._shared_weights())
         return {**facts, "bits of weights that all ranks have": self._bits[1]}
+
+    def _shared_weights(self) -> list[Tensor]:
+        """Return the weights that all ranks have."""
+        if isinstance(self.model, V41Model):
+            return [tensor for name, tensor in self.model.named_parameters() if name in self.model.shared_weights]
+        layout = self.model.dsv4_part[1]
+        models = [model for model in (self.model, self.model.dsv4_drafts) if isinstance(model, nn.Module)]
+        named = [pair for model in models for pair in model.named_parameters()]
+        return [tensor for name, tensor in named if split_of(name, layout) is None]
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]

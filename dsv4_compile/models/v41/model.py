@@ -122,6 +122,8 @@ class V41Model(nn.Module):
     first_token = 0
     in_step: Any = None
     """`hf.model.in_step.InStep` of a split model, which watches the calls of all ranks."""
+    shared_weights: frozenset[str] = frozenset()
+    """Names of the parameters that every rank of a split model has all of."""
     dsv4_drafts: Any = None
     """Drafts, as a `RunningBatch` asks for them: none is built."""
 
@@ -146,6 +148,10 @@ class V41Model(nn.Module):
     def device(self) -> torch.device:
         """Device of the weights."""
         return self.embed.weight.device
+
+    def state_of_weights(self) -> tuple[Any, ...]:
+        """Return what differs after a parameter was replaced, moved or written."""
+        return tuple((id(tensor), tensor.data_ptr(), tensor._version) for tensor in self.parameters())
 
     @property
     def generation_config(self) -> V41Config:

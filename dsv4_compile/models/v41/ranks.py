@@ -21,12 +21,14 @@ def step_of_ranks(model: V41Model) -> AbstractContextManager[None]:
 def same_on_ranks(model: V41Model, call: str) -> Iterator[dict[str, Any]]:
     """Yield a dict for facts of the call, compared with those of all ranks after the block.
 
-    Raises E702 on all ranks if they differ, or if the block raises an error on some of them alone.
+    Raises E702 on all ranks if they differ, or if the block raises an error on some of them alone; E208 while the other
+    ranks follow a `RunningBatch`.
     """
     facts: dict[str, Any] = {"call": call}
     if model.in_step is None:
         yield facts
         return
+    model.in_step.processes.check_free()
     try:
         yield facts
     except Exception as fault:

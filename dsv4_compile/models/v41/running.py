@@ -27,8 +27,8 @@ Slots = Sequence[Progress | None]
 class RunningV41:
     """Prefills and decodes requests in rows of caches, see `hf.RunningBatch` for the arguments.
 
-    Prompts run layers after the last source on their exact tails. Raises E208 for a split model and a model in training
-    mode, E201 without `max_seq_len`, and what `compile` raises.
+    Prompts run layers after the last source on their exact tails. Raises E208 for a model in training mode,
+    E201 without `max_seq_len`, and what `compile` raises.
     """
 
     reads_each_step = False
@@ -45,7 +45,6 @@ class RunningV41:
         graphs: str,
         drafts: bool = False,
     ) -> None:
-        check(model.ranks is None, "E208", got="a split V41Model", rule="a RunningBatch runs a whole one of V4.1")
         fix = "RunningBatch(model, slots=8, max_seq_len=4096)"
         check(max_seq_len is not None, "E201", got="a V41Model without max_seq_len", why="it has no cache", fix=fix)
         check_mode(model)

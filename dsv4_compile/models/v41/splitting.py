@@ -88,6 +88,8 @@ def keep_part(model: V41Model, ranks: Ranks, expert_layout: str, *, quantised: b
             ragged = re.fullmatch(_TABLE, name) is not None
             parameter.data = part_of(parameter.data, how, ranks, ragged=ragged).clone()
     config = model.config
+    named = [name for name, _ in model.named_parameters()]
+    model.shared_weights = frozenset(name for name in named if split_of(name, expert_layout) is None)
     model.ranks, model.first_token = ranks, ranks.part(config.vocab_size)[0]
     for layer in cast("list[Layer]", list(model.layers)):
         attn, ffn = layer.attn, layer.ffn

@@ -126,7 +126,7 @@ def test_weights_are_compared_where_requests_join() -> None:
     assert request.tokens == alone(model, request)
 
 
-def test_batches_that_cannot_run_are_refused(model: V41Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_cannot_run_are_refused(model: V41Model) -> None:
     def refused(code: str, **changes: Any) -> None:
         with pytest.raises(DSV4Error) as caught:
             hf.RunningBatch(model, **SIZES | changes)
@@ -150,5 +150,3 @@ def test_batches_that_cannot_run_are_refused(model: V41Model, monkeypatch: pytes
     model.eval()
     batch.run()
     assert request.state in ("length", "stop")
-    monkeypatch.setattr(model, "ranks", object())
-    refused("E208")
