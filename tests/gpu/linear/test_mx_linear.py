@@ -23,7 +23,7 @@ LAYERS = {
     "wo_b": (5120, 8192),
     "wo_b of 8": (5120, 1024),
 }
-TOKENS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 128, 200, 513, 2048)
+TOKENS = (1, 8, 9, 17, 64, 65, 128, 513, 2048)
 TOLERANCES = {
     # Sums of thousands of terms in a different order, and one rounding.
     torch.float32: Tolerance(abs=2e-3, rel=1e-5, cosine=1e-10),
@@ -53,14 +53,13 @@ def test_layers_of_the_model(name: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("quantize", [True, False])
-@pytest.mark.parametrize(
-    ("tokens", "rows", "size"), [(1, 1, 32), (5, 130, 224), (33, 70, 160), (66, 5, 96), (300, 9, 32)]
-)
+@pytest.mark.parametrize(("tokens", "rows", "size"), [(1, 1, 32), (33, 70, 160), (66, 5, 96)])
 def test_odd_sizes_and_strides(tokens: int, rows: int, size: int, quantize: bool, dtype: torch.dtype) -> None:
     x, weight, scale = arguments(tokens, rows, size, dtype)
     check(x, weight, scale, quantize)
     check(strided(x), padded(weight), scale.view(torch.float8_e8m0fnu), quantize)
-    check(padded(x), strided(weight), torch.exp2(scale.float() - 127) * 1.25, quantize)
+    if dtype is torch.bfloat16:  # a product in float32 takes long to compile
+        check(padded(x), strided(weight), torch.exp2(scale.float() - 127) * 1.25, quantize)
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 16, 17, 40, 200])

@@ -31,19 +31,20 @@ def check(call: MxExperts) -> Tensor:
     return got
 
 
-@pytest.mark.parametrize("quantize", [True, False])
-@pytest.mark.parametrize("tokens", [1, 2, 8, 17, 32, 64, 100, 128, 200, 400])
+@pytest.mark.parametrize(
+    ("tokens", "quantize"), [*((n, True) for n in (1, 8, 33, 100, 128, 400)), *((n, False) for n in (1, 40, 300))]
+)
 def test_experts_of_the_model(tokens: int, quantize: bool) -> None:
-    check(mx_experts(tokens, count=24, quantize=quantize, **FLASH))
+    check(mx_experts(tokens, count=12, quantize=quantize, **FLASH))
 
 
-@pytest.mark.parametrize("tokens", [1000, 1500, 4000])
+@pytest.mark.parametrize("tokens", [1000, 4000])
 def test_many_tokens_of_few_experts(tokens: int) -> None:
     check(mx_experts(tokens, count=8, **FLASH | {"top_k": 2}))
 
 
 @pytest.mark.parametrize("shared_inner", [1152, 576, 288])
-@pytest.mark.parametrize("tokens", [1, 16, 33, 128, 600])
+@pytest.mark.parametrize("tokens", [1, 33, 128])
 def test_rows_of_the_shared_expert_of_a_rank(tokens: int, shared_inner: int) -> None:
     call = mx_experts(tokens, count=8, **FLASH | {"shared_inner": shared_inner})
     check(call._replace(first_expert=4))  # half of the places are of other ranks
@@ -80,7 +81,7 @@ def test_inputs_are_rounded_as_by_the_reference_in_both_orders() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 64, 200, 1500])
 def test_repeats_capture_and_streams(tokens: int) -> None:
-    call = mx_experts(tokens, count=16, **FLASH)
+    call = mx_experts(tokens, count=12, **FLASH)
     want = kernels.mx_experts(call)
     for _ in range(30):
         assert torch.equal(kernels.mx_experts(call), want)
