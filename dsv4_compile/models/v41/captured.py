@@ -167,18 +167,18 @@ class CapturedSteps(AtFixedAddresses):
         """Return whether a step of this many tokens has a graph."""
         return tokens <= self.buckets.sizes[-1]
 
-    def load(self, ids: Tensor, positions: Tensor, requests: Tensor) -> None:
+    def load(self, ids: Tensor, positions: Tensor, requests: Tensor, *, compare: bool = True) -> None:
         """Copy the next step, int `[T]` each, to the smallest bucket that holds it.
 
-        Waits for nothing if the tensors are on the device, or pinned. E204 above the largest bucket, E421 for a tensor
-        of the model or the caches that moved since the capture.
+        Waits for nothing if the tensors are on the device, or pinned. E204 above the largest bucket; E421, unless
+        `compare` is False, for a tensor of the model or the caches that moved since the capture.
         """
         self.check_process()
         bucket = self.buckets.fit(len(ids))
         if bucket is None:
             most = self.buckets.sizes[-1]
             fail("E204", got=f"a captured step of {len(ids)} tokens", rule=f"at most {most}, the largest bucket")
-        if self.sealed and not self._held.hold():
+        if compare and self.sealed and not self._held.hold():
             self.check()
         self._loaded, self._tokens = bucket, len(ids)
         self._tensors[bucket].load(ids, positions, requests)

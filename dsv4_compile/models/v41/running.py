@@ -124,7 +124,7 @@ class RunningV41:
                 logits = self._steps(ids.clone(), positions.clone(), requests.clone(), self.caches)[:count]
             likeliest = likeliest_tokens(logits)
         else:
-            captured.load(ids, positions, requests)
+            captured.load(ids, positions, requests, compare=False)  # `prepare` compares at joins
             logits, likeliest = captured.step()
         self._choose(logits, likeliest, served)
 
