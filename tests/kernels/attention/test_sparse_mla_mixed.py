@@ -180,12 +180,12 @@ def test_strides_do_not_matter(spread: Any) -> None:
     for formats in (MODEL, ("plain", "plain")):
         a = arguments(formats=formats)
         assert a.entries is not None and a.entry_slots is not None
-        want = launch(a, TILES[1], 2)
         caches = map(spread, (a.window, a.entries)) if formats[0] == "plain" else map(padded, (a.window, a.entries))
         window, entries = caches
         q, window_slots, entry_slots, sink = map(spread, (a.q, a.window_slots, a.entry_slots, a.sink))
         b = MixedArguments(q, window, window_slots, entries, entry_slots, *a[5:-1], sink)
-        assert_bitwise(launch(b, TILES[1], 2), want)
+        for splits in (1, 2):
+            assert_bitwise(launch(b, TILES[1], splits), launch(a, TILES[1], splits))
 
 
 @interpreted
@@ -215,6 +215,23 @@ def test_more_tokens_than_partial_results_fit_take_more_launches(monkeypatch: py
     kernel.plan.cache_clear()
     assert len(launched) == 6
     assert_bitwise(out, want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "formats", "operands"),
+    [
+        (torch.bfloat16, torch.bfloat16, MODEL, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, ("plain", "fp8_ds_mla"), torch.bfloat16),
+        (torch.bfloat16, torch.float32, ("plain", "nvfp4"), torch.float32),
+        (torch.float16, torch.float16, ("plain", ""), torch.float16),
+        (torch.float16, torch.float16, ("plain", "nvfp4"), torch.float32),
+        (torch.float32, torch.float32, MODEL, torch.float32),
+    ],
+)
+def test_operands_lose_nothing(
+    dtype: torch.dtype, cache_dtype: torch.dtype, formats: tuple[str, str], operands: torch.dtype
+) -> None:
+    assert kernel.operand_dtype(arguments(1, 1, 1, 1, formats, 512, dtype, cache_dtype)) is operands
 
 
 def test_unsupported_calls_have_a_reason() -> None:
