@@ -74,8 +74,8 @@ def engram_embed(rows: Tensor, table: Tensor, scale: Tensor | None = None) -> Te
     data = table.view(torch.uint8) if quantised else table
     scales = data if scale is None else scale.view(torch.uint8)
     block = triton.next_power_of_2(channels)
-    each = max(1, min(ROWS, ELEMENTS // block))
-    programs = cdiv(tokens * count, each)
+    of_program = max(1, min(ROWS, ELEMENTS // block))
+    programs = cdiv(tokens * count, of_program)
     launch_kernel(
         engram_embed_kernel,
         (programs,),
@@ -86,7 +86,7 @@ def engram_embed(rows: Tensor, table: Tensor, scale: Tensor | None = None) -> Te
         (rows.stride(), data.stride(), scales.stride()),
         tokens * count,
         entries,
-        SHAPE=Shape(count, each, channels, block, quantised),
+        SHAPE=Shape(count, of_program, channels, block, quantised),
         num_warps=4,
         **pdl_arguments(rows.device, programs),
     )

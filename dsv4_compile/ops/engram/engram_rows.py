@@ -61,5 +61,6 @@ engram_rows = define(
     reference=reference.engram_rows,
     fake=_fake,
     check=_check,
+    kernel="dsv4_compile.kernels.engram.engram_rows",
     cost=CostModel(lambda T, K, N: (T * (4 * INT64 + N * INT32 + INT64 * K) + INT64 * (K + N), 0), sizes=_sizes),
 )
