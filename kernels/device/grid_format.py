@@ -159,7 +159,7 @@ def quantize(x, GRID: tl.constexpr):
 
 @triton.jit
 def dequantize(data, scale, GRID: tl.constexpr):
-    """Return exact bfloat16 `[M, D]` from what `quantize` returns."""
+    """Return exact bfloat16 `[M, D]` of data and scales as `quantize` returns them."""
     if GRID == "mxfp8":
         x = dequantize_mxfp8(data, scale)
     elif GRID == "nvfp4":

@@ -131,7 +131,7 @@ def compress_pairs_kernel(
         latent = rms_norm(pooled, scale, eps, SHAPE.dim).to(ROUNDED)
         tl.store(p_out + row * SHAPE.dim + o_d, tl.where(ends, latent, 0.0), mask=m_d)
     if SHAPE.keeps:
-        # The token is kept unless one of its request, whose rows follow each other, takes its row of the state.
+        # The token is kept unless a later one of its request, in the rows after it, takes its row of the state.
         o_next = row + 1 + tl.arange(0, SHAPE.ahead)
         next_position, next_request, next_live = load_token(step, o_next)
         newer = next_live & (next_request == request) & (next_position >= position + SHAPE.rows)

@@ -1,4 +1,4 @@
-"""Checks of what callers pass, on the host, before a step: prompts, steps, caches, and settings of torch."""
+"""Checks of arguments, on the host, before a step: prompts, steps, caches, and settings of torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def default_device() -> AbstractContextManager[Any]:
 
 
 def check_caches(config: V41Config, caches: Any) -> None:
-    """Raise E201 for what are no caches, E208 for those of a model with a different configuration."""
+    """Raise E201 unless `caches` are V41Caches, E208 for those of a model with a different configuration."""
     if not isinstance(caches, V41Caches):
         fail("E201", got=f"caches={shown(caches)}", rule="caches are V41Caches", fix="call model.new_caches")
     same = caches.config is config or caches.config == config
