@@ -38,8 +38,10 @@ SELECT_TILE = (4096, 8)
 """Keys of a selecting program, and its warps."""
 RAGGED_SELECT_TILE = (4096, 4)
 """Keys of a selecting program and its warps, for the many tokens of a prompt: fewer warps each waste less."""
-GROUPS = (0, 16)
-"""Columns of a group, and warps of a program that selects from groups. 0 selects from parts."""
+GROUP_WARPS = 16
+SMALL_GROUPS = 65536
+"""Longest rows with groups of 8 columns. Longer ones have groups of 16, and so no more groups than a tile up to 262,144
+columns."""
 MIN_PLAIN_DIM = 16
 ANY_REQUEST = 2**31 - 1
 
@@ -91,16 +93,17 @@ def indexer_logits_topk(
     *,
     programs: int = PROGRAMS,
     score_tile: tuple[int, int, int] | None = None,
-    select_tile: tuple[int, int] = SELECT_TILE,
-    groups: tuple[int, int] = GROUPS,
+    select_tile: tuple[int, int] | None = None,
+    groups: tuple[int, int] | None = None,
 ) -> Tensor:
     """Launch `indexer_logits_topk`.
 
     Args:
         programs: about how many programs score.
         score_tile: as SCORE_TILE; selects the Triton kernel, whose order of sums differs from that of the sm_90 kernel.
-        select_tile: as SELECT_TILE.
-        groups: as GROUPS, of 4, 8 or 16 columns, for rows of more keys than `select_tile`.
+        select_tile: as SELECT_TILE; selects from parts, unless `groups` are given too.
+        groups: columns of a group, 4, 8 or 16, and warps of a program that selects from groups, in place of
+            `groups_of`; 0 columns select from parts.
     Notes:
         - The selection is exact for logits whose order of sums differs from the reference's.
         - A result depends neither on the rest of the batch, nor on `programs`, `select_tile` and `groups`.
@@ -110,18 +113,24 @@ def indexer_logits_topk(
     return selected
 
 
+def groups_of(reach: int) -> tuple[int, int]:
+    """Return the columns of a group for rows of `reach` keys, and the warps of a program that selects from groups."""
+    return 8 if reach <= SMALL_GROUPS else 16, GROUP_WARPS
+
+
 def score_and_select(
     selected: Tensor,
     op: TopkArguments,
     slots: SlotMap | None,
     programs: int,
     score_tile: tuple[int, int, int] | None,
-    select_tile: tuple[int, int],
-    groups: tuple[int, int],
+    select_tile: tuple[int, int] | None,
+    groups: tuple[int, int] | None,
 ) -> None:
     """Fill `selected` `[T, K]` with entries, or with `slots` of them: two launches if the keys of all tokens fit."""
     tokens, reach = op.q.shape[0], reach_of(op)
-    group, warps = groups
+    group, warps = groups or (groups_of(reach) if select_tile is None else (0, 0))
+    select_tile = select_tile or SELECT_TILE
     grouped = group > 0 and reach > select_tile[0] and fits(op.topk, group)
     stride = align_up(max(reach, 1), ROW_ALIGN * group if grouped else ROW_ALIGN)
     at_a_time = max(1, min(tokens, WORKSPACE_BYTES // (KEY_BYTES * stride)))

@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from ...reference.indexer.indexer_topk_slots import TopkSlotsArguments
-from .indexer_logits import GROUPS, PROGRAMS, SELECT_TILE, score_and_select, why_unsupported_indexer_logits_topk
+from .indexer_logits import PROGRAMS, score_and_select, why_unsupported_indexer_logits_topk
 from .select_topk import SlotMap
+
+# groups_of's choice, None, has not yet been proven with slots on a GPU, so rows are still selected from parts.
+GROUPS: tuple[int, int] | None = (0, 0)
+"""Columns of a group and warps; (0, 0) selects from parts, None as the launcher `indexer_logits_topk` does."""
 
 
 def why_unsupported_indexer_topk_slots(op: TopkSlotsArguments) -> str:
@@ -20,8 +24,8 @@ def indexer_topk_slots(
     *,
     programs: int = PROGRAMS,
     score_tile: tuple[int, int, int] | None = None,
-    select_tile: tuple[int, int] = SELECT_TILE,
-    groups: tuple[int, int] = GROUPS,
+    select_tile: tuple[int, int] | None = None,
+    groups: tuple[int, int] | None = GROUPS,
 ) -> tuple[Tensor, Tensor]:
     """Launch `indexer_topk_slots`. Entries and keyword arguments are those of the launcher `indexer_logits_topk`."""
     slots = op.q.new_empty((op.q.shape[0], op.topk), dtype=torch.int32)

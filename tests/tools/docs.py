@@ -101,7 +101,8 @@ VARIANTS: Mapping[tuple[str, ...], Sequence[tuple[str, str]]] = {
     ("indexer_logits", "indexer_logits_topk", "indexer_topk_slots"): (
         ("indexer/score_sm90.py", "sm_90, `indexer_fp8`: the score"),
         ("indexer/score_triton.py", "other caches and GPUs: the score"),
-        ("indexer/select_topk.py", "the selection, on every GPU"),
+        ("indexer/select_groups.py", "`indexer_logits_topk` of more than 4,096 entries: the selection, on every GPU"),
+        ("indexer/select_topk.py", "other selections, on every GPU"),
     ),
     ("indexer_logits_topk_ragged",): (
         ("indexer/score_ragged_sm90.py", "sm_90, `indexer_fp8`: the score"),

@@ -17,6 +17,7 @@ from typing import Any
 
 from dsv4_compile.bench.record import Record
 from dsv4_compile.errors import check
+from tests.tools import figures_indexer as indexer
 from tests.tools import figures_model as model
 from tests.tools import figures_mutations as changes
 from tests.tools import figures_starts as starts
@@ -32,6 +33,7 @@ RECORDS: Mapping[str, str] = {
     "experts": "experts.json",
     "gemm": "gemm_h200.json",
     "indexer": "indexer_h200.json",
+    "indexer_long": "indexer_long_h200.json",
     "mhc": "mhc.json",
     "mutations": "mutations.json",
     "one_rank_attention": "one_rank_attention.json",
@@ -307,6 +309,9 @@ FIGURES: Mapping[str, Figures] = {
     "compile_time": Figures(starts.compile_time, ("compile_time",), "python examples/benchmarks/compile_time.py"),
     "cpu_models": Figures(cpu_models, ("cpu_models",), "python examples/benchmarks/cpu_models.py"),
     "cpu_compile": Figures(cpu_compile, ("cpu_models",), "python examples/benchmarks/cpu_models.py"),
+    "indexer_long": Figures(
+        indexer.long_contexts, ("indexer_long",), "python examples/benchmarks/indexer_long.py --no-checks"
+    ),
     "experts": Figures(experts, AROUND[:1], "python examples/benchmarks/around_attention.py"),
     "around": Figures(around, AROUND[1:], "python examples/benchmarks/around_attention.py"),
     "mutations": Figures(changes.scores, ("mutations",), "make mutate"),

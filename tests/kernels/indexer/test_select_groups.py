@@ -126,15 +126,23 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
     table, valid = torch.zeros(3, 512, dtype=torch.int32), torch.ones(2) > 0
     args = *batch("indexer_fp8", 2, heads=64, block=64, columns=512), 512, table, valid, 64
     with compiled_for(target) as compiled:
-        launcher("indexer_topk_slots")(*args, groups=(16, 16))
+        launcher("indexer_topk_slots")(*args, groups=None)
     scoring, selecting = compiled
     assert scoring.assembled and selecting.assembled
     assert selecting.metadata.name == "select_groups_kernel"
     if GPUS[target][0].backend == "cuda":
-        assert selecting.asm["ptx"].count("ld.global.v4") >= 4 + 1
+        assert selecting.asm["ptx"].count("ld.global.v4") >= 2 + 2
         assert sum(selecting.asm["ttgir"].count(name) for name in COUNTING) >= 7
         assert selecting.ask(held) == []
         assert (fake_triton.WAIT in selecting.asm["ptx"]) == early
+
+
+def test_groups_and_the_keys_of_the_best_512_are_a_tile() -> None:
+    """Up to 262,144 entries, a million tokens: rows are read from the first group to the last."""
+    for reach in (4097, 8192, 65536, 65537, 262144):
+        group, _ = launchers.groups_of(reach)
+        assert kernel.fits(512, group) and kernel.fits(1024, group)
+        assert layout.cdiv(reach, group) <= kernel.MAX_TILE
 
 
 @interpreted
