@@ -370,7 +370,7 @@ MAX_TILES, MIN_TILES = 256, 4
 MANY_HEADS = Tiling(64, 128, 8, late=True, one_block=True)
 INVARIANT_TILES = (ONE_BLOCK[0], MAX_TILES // 8), (ONE_BLOCK[1], MAX_TILES // 4)
 """Tilings of batch-invariant calls with most tiles of 16 heads that they take; MANY_HEADS takes more."""
-INVARIANT_KEYS = 1152
+INVARIANT_KEYS = 9 * MANY_HEADS.block_n
 """Most keys of a row of a batch-invariant call. A row is split into single blocks, so that its sums follow from its own
 keys; partial results of longer rows would cost more than the kernel for many tokens."""
 

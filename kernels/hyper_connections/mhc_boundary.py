@@ -35,6 +35,7 @@ from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments
 from ..host.semaphores import arrival_counters, arrive
 from .coefficients import inverse_rms_of_streams, logits4, store_coefficients
+from .streams import add_squares, load_and_return, load_coefficients, load_fn, load_streams, store_sums
 
 STREAMS = 4
 """Streams that the kernels are written for."""
@@ -118,93 +119,6 @@ class Results(NamedTuple):
 
 
 @triton.jit
-def _load4(p, stride, mask):
-    return (
-        tl.load(p, mask=mask, other=0.0),
-        tl.load(p + stride, mask=mask, other=0.0),
-        tl.load(p + 2 * stride, mask=mask, other=0.0),
-        tl.load(p + 3 * stride, mask=mask, other=0.0),
-    )
-
-
-@triton.jit
-def _weighted(q, c0, c1, c2, c3, z, x):
-    """Return a new stream, the same bits wherever it is computed: Triton computes an operand of a product again."""
-    return tl.fma(c3, x[3], tl.fma(c2, x[2], tl.fma(c1, x[1], tl.fma(c0, x[0], q * z))))
-
-
-@triton.jit
-def _load_coefficients(returned, row, exists):
-    """Load post and the rows of comb, tuples of four. `returned` is `Strided`; `row` is a scalar, or [B, 1]."""
-    _, p_post, p_comb = returned[0]
-    _, post_strides, comb_strides = returned[1]
-    q = _load4(p_post + row * post_strides[0], post_strides[1], exists)
-    p = p_comb + row * comb_strides[0]
-    c0, c1 = _load4(p, comb_strides[2], exists), _load4(p + comb_strides[1], comb_strides[2], exists)
-    p += 2 * comb_strides[1]
-    c2, c3 = _load4(p, comb_strides[2], exists), _load4(p + comb_strides[1], comb_strides[2], exists)
-    return q, c0, c1, c2, c3
-
-
-@triton.jit
-def _return_output(coefficients, z, x):
-    """Return the new streams, float32 [B, C] each, for output z and streams x."""
-    q, c0, c1, c2, c3 = coefficients
-    return (
-        _weighted(q[0], c0[0], c1[0], c2[0], c3[0], z, x),
-        _weighted(q[1], c0[1], c1[1], c2[1], c3[1], z, x),
-        _weighted(q[2], c0[2], c1[2], c2[2], c3[2], z, x),
-        _weighted(q[3], c0[3], c1[3], c2[3], c3[3], z, x),
-    )
-
-
-@triton.jit
-def _load_streams(p, strides, row, o_c, mask):
-    """Load the four streams [B, C]. Not from the L1 cache: other programs may just have stored them."""
-    p += row * strides[0] + o_c[None, :] * strides[2]
-    return (
-        tl.load(p, mask=mask, other=0.0, cache_modifier=".cg"),
-        tl.load(p + strides[1], mask=mask, other=0.0, cache_modifier=".cg"),
-        tl.load(p + 2 * strides[1], mask=mask, other=0.0, cache_modifier=".cg"),
-        tl.load(p + 3 * strides[1], mask=mask, other=0.0, cache_modifier=".cg"),
-    )
-
-
-@triton.jit
-def _load_and_return(p_streams_out, streams, returned, coefficients, z, row, o_c, mask, D: tl.constexpr):
-    """Load the streams [B, C] of a slice; after a sub-layer, compute the new ones, store and return them.
-
-    `streams` and `returned` are `Strided`. `row` is a scalar for one token, [B, 1] for more; `z` is the output [B, C],
-    or None to load it.
-    """
-    p_streams, streams_strides = streams
-    x = _load_streams(p_streams, streams_strides, row, o_c, mask)
-    if coefficients is not None:
-        if z is None:
-            p_returned, returned_strides = returned
-            p = p_returned[0] + row * returned_strides[0][0] + o_c[None, :] * returned_strides[0][1]
-            z = tl.load(p, mask=mask, other=0.0).to(tl.float32)
-        x = x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32), x[3].to(tl.float32)
-        x0, x1, x2, x3 = _return_output(coefficients, z, x)
-        x0, x1 = x0.to(p_streams.dtype.element_ty), x1.to(p_streams.dtype.element_ty)
-        x2, x3 = x2.to(p_streams.dtype.element_ty), x3.to(p_streams.dtype.element_ty)
-        p = p_streams_out + row * (4 * D) + o_c[None, :]
-        tl.store(p, x0, mask=mask)
-        tl.store(p + D, x1, mask=mask)
-        tl.store(p + 2 * D, x2, mask=mask)
-        tl.store(p + 3 * D, x3, mask=mask)
-        x = x0, x1, x2, x3
-    return x
-
-
-@triton.jit
-def _add_squares(sums, x):
-    """Add the squares of four streams to float32 `sums`."""
-    x0, x1, x2, x3 = x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32), x[3].to(tl.float32)
-    return sums + (x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3)
-
-
-@triton.jit
 def _finish(results, p_sums, streams, mix, token, scalars, SHAPE: tl.constexpr):
     """Compute the mixed and normed input of the sub-layer, y [T, D], and the coefficients of `token`."""
     D: tl.constexpr = SHAPE.dim
@@ -217,7 +131,7 @@ def _finish(results, p_sums, streams, mix, token, scalars, SHAPE: tl.constexpr):
     p_base, p_scale, base_stride, _, p_norm, norm_stride = mix
     o_d = tl.arange(0, D_BLOCK).to(tl.int64)
     mask = (o_d < D)[None, :]
-    x0, x1, x2, x3 = _load_streams(p_x, strides, token, o_d, mask)
+    x0, x1, x2, x3 = load_streams(p_x, strides, token, o_d, mask)
     weight = load_weight(p_norm, norm_stride, D, D_BLOCK)
     p_sums += token * ((MIX + 1) * SLICES)
     rms = inverse_rms_of_streams(p_sums, None, eps, D, MIX, SLICES)
@@ -245,29 +159,6 @@ def _finish_coefficients(results, p_sums, mix, token, exists, scalars, SHAPE: tl
     p_sums += first
     rms = inverse_rms_of_streams(p_sums, exists, eps, SHAPE.dim, MIX, SLICES)
     store_coefficients(p_post, p_comb, p_sums, exists, mix, rms, hc_eps, iterations, SLICES)
-
-
-@triton.jit
-def _load_fn(p_fn, strides, o_m, o_c, m_c, SHAPE: tl.constexpr):
-    """Load the columns of `fn` of a slice, float32 [MIX_BLOCK, C] for each stream."""
-    D: tl.constexpr = SHAPE.dim
-    p_f = p_fn + o_m.to(tl.int64)[:, None] * strides[0] + o_c[None, :] * strides[1]
-    m_f = (o_m < SHAPE.mix)[:, None] & m_c[None, :]
-    return (
-        tl.load(p_f, mask=m_f, other=0.0).to(tl.float32),
-        tl.load(p_f + D * strides[1], mask=m_f, other=0.0).to(tl.float32),
-        tl.load(p_f + 2 * D * strides[1], mask=m_f, other=0.0).to(tl.float32),
-        tl.load(p_f + 3 * D * strides[1], mask=m_f, other=0.0).to(tl.float32),
-    )
-
-
-@triton.jit
-def _store_sums(p_sums, token, slice_, f, x, o_m, MIX: tl.constexpr, SLICES: tl.constexpr):
-    """Store the shares of a slice in a token's mix and sum of squares, for its `fn` and streams [1, C]."""
-    x0, x1, x2, x3 = x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32), x[3].to(tl.float32)
-    p = p_sums + token * ((MIX + 1) * SLICES) + slice_
-    tl.store(p + o_m * SLICES, tl.sum(f[0] * x0 + f[1] * x1 + f[2] * x2 + f[3] * x3, 1), mask=o_m < MIX)
-    tl.store(p + MIX * SLICES + tl.arange(0, 1), tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1))
 
 
 @triton.jit
@@ -305,7 +196,7 @@ def mhc_token_kernel(
     o_c = (program % SLICES * C + tl.arange(0, C)).to(tl.int64)
     m_c, o_m = o_c < D, tl.arange(0, MIX_BLOCK)
     # No kernel of this step writes fn, so its loads may start before the previous kernel ends.
-    f = _load_fn(p_fn, fn_strides, o_m, o_c, m_c, SHAPE)
+    f = load_fn(p_fn, fn_strides, o_m, o_c, m_c, SHAPE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     z = None
@@ -320,9 +211,9 @@ def mhc_token_kernel(
     streams = Strided(p_streams, streams_strides)
     after, coefficients = Strided(returned, returned_strides), None
     if returned is not None:
-        coefficients = _load_coefficients(after, token, token >= 0)
-    x = _load_and_return(p_streams_out, streams, after, coefficients, z, token, o_c, m_c[None, :], D)
-    _store_sums(p_sums, token, program % SLICES, f, x, o_m, MIX, SLICES)
+        coefficients = load_coefficients(after, token, token >= 0)
+    x = load_and_return(p_streams_out, streams, after, coefficients, z, token, o_c, m_c[None, :], D)
+    store_sums(p_sums, token, program % SLICES, f, x, o_m, MIX, SLICES)
     if p_counters is not None:
         p_counter = p_counters + token
         if arrive(p_counter) == SLICES - 1:
@@ -361,7 +252,7 @@ def mhc_slices_kernel(
     program = tl.program_id(0)
     o_c = (program % SLICES * C + tl.arange(0, C)).to(tl.int64)
     m_c, o_m = o_c < D, tl.arange(0, SHAPE.mix_block)
-    f = _load_fn(p_fn, fn_strides, o_m, o_c, m_c, SHAPE)
+    f = load_fn(p_fn, fn_strides, o_m, o_c, m_c, SHAPE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     streams, after = Strided(p_streams, streams_strides), Strided(returned, returned_strides)
@@ -370,9 +261,9 @@ def mhc_slices_kernel(
         token = first + i
         coefficients = None
         if returned is not None:
-            coefficients = _load_coefficients(after, token, token >= 0)
-        x = _load_and_return(p_streams_out, streams, after, coefficients, None, token, o_c, m_c[None, :], D)
-        _store_sums(p_sums, token, program % SLICES, f, x, o_m, MIX, SLICES)
+            coefficients = load_coefficients(after, token, token >= 0)
+        x = load_and_return(p_streams_out, streams, after, coefficients, None, token, o_c, m_c[None, :], D)
+        store_sums(p_sums, token, program % SLICES, f, x, o_m, MIX, SLICES)
 
 
 @triton.jit
@@ -412,12 +303,12 @@ def mhc_tokens_kernel(
     squares = tl.zeros((TOKENS, STEP), tl.float32)
     if p_streams_out is not None:
         streams, after = Strided(p_streams, streams_strides), Strided(returned, returned_strides)
-        coefficients = _load_coefficients(after, o_t[:, None], m_t[:, None])
+        coefficients = load_coefficients(after, o_t[:, None], m_t[:, None])
         for c in range(0, C, STEP):
             o_c = (first + c + o_b).to(tl.int64)
             m_x = m_t[:, None] & (o_c < D)[None, :]
-            x = _load_and_return(p_streams_out, streams, after, coefficients, None, o_t[:, None], o_c, m_x, D)
-            squares = _add_squares(squares, x)
+            x = load_and_return(p_streams_out, streams, after, coefficients, None, o_t[:, None], o_c, m_x, D)
+            squares = add_squares(squares, x)
         # Loaded again below: as an operand that is computed, every warp would compute all of it.
         tl.debug_barrier()
     sums = tl.zeros((TOKENS, MIX_BLOCK), tl.float32)
@@ -509,17 +400,17 @@ def mhc_many_tokens_kernel(
     first, o_b, o_m = program % SLICES * C, tl.arange(0, STEP), tl.arange(0, MIX_BLOCK)
     coefficients = None
     if inputs[1] is not None:
-        coefficients = _load_coefficients(after, o_t[:, None], m_t[:, None])
+        coefficients = load_coefficients(after, o_t[:, None], m_t[:, None])
     squares, sums = tl.zeros((TOKENS, STEP), tl.float32), tl.zeros((TOKENS, MIX_BLOCK), tl.float32)
     for c in range(0, C, STEP):
         o_c = (first + c + o_b).to(tl.int64)
         m_c = o_c < D
         if D % C == 0:
             m_c = tl.full((STEP,), True, tl.int1)
-        x = _load_and_return(
+        x = load_and_return(
             p_streams_out, streams, after, coefficients, None, o_t[:, None], o_c, m_t[:, None] & m_c[None, :], D
         )
-        squares = _add_squares(squares, x)
+        squares = add_squares(squares, x)
         if MANY.ptx and inputs[1] is not None:
             x = _once(x[0]), _once(x[1]), _once(x[2]), _once(x[3])
         p = p_parts + o_m[None, :] * (4 * D) + o_c[:, None]

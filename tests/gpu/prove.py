@@ -93,10 +93,8 @@ THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For each process, unless the environment says otherwise: together they have work for all cores."""
 SHARED_TESTS = {"global_topk_ragged": "ragged_from_dense", "indexer_logits_topk_ragged": "indexer_logits_ragged"}
 """Ops that are tested in the file of a different op."""
-POLL = 0.05
-SPENT = "the budget was spent"
-VERDICTS = ("passed", "not run", "HUNG", "FAILED")
-MOST_FAILURES = 5
+SPENT, VERDICTS = "the budget was spent", ("passed", "not run", "HUNG", "FAILED")
+POLL, MOST_FAILURES = 0.05, 5
 """After a fault on the device every further test of its process fails."""
 
 
