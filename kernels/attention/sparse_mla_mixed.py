@@ -91,6 +91,7 @@ class Shape(NamedTuple):
 def load_keys(rows, slot, live, ROW: tl.constexpr, SHAPE: tl.constexpr):
     """Load the rows at int32 `slot` `[N]` as `[N, BLOCK_D]` in the dtype of operands, zeros where not `live`."""
     BLOCK_D: tl.constexpr = SHAPE.block_dim
+    FORMAT: tl.constexpr = ROW.fmt
     page, offset = slot // ROW.page, slot % ROW.page
     if ROW.quantised:
         # Bytes of the padding of BLOCK_D are 0, and so are its channels.
@@ -102,14 +103,14 @@ def load_keys(rows, slot, live, ROW: tl.constexpr, SHAPE: tl.constexpr):
         data = tl.load(p_data, mask=live[:, None] & (o_byte < ROW.data), other=0)
         p_scale = (p_page + (ROW.page * ROW.data + offset * ROW.scale))[:, None] + o_scale
         scale = tl.load(p_scale, mask=live[:, None] & (o_scale < ROW.scale), other=0)
-        k = dequantize(data, scale, ROW.fmt).to(SHAPE.dtype)
+        k = dequantize(data, scale, FORMAT).to(SHAPE.dtype)
     else:
         signed = tl.where(live, slot, -1)
         scale_start = ROW.page * ROW.data
         stored = fetch_keys(
-            rows.p_cache, rows.cache_strides, signed, page, offset, scale_start, ROW.fmt, SHAPE.dim, BLOCK_D
+            rows.p_cache, rows.cache_strides, signed, page, offset, scale_start, FORMAT, SHAPE.dim, BLOCK_D
         )
-        k = decode_keys(stored, None, ROW.fmt, SHAPE.dtype)
+        k = decode_keys(stored, None, FORMAT, SHAPE.dtype)
     return k
 
 
@@ -162,6 +163,10 @@ def sparse_mla_mixed_kernel(
     SHAPE: tl.constexpr,  # `Shape`
 ):
     """Attend head block p % HEAD_BLOCKS of split p // HEAD_BLOCKS; the splits of a token are neighbours."""
+    # Triton 3.6 loses the constants of tuples within a tuple at a loop or branch, unless the outer one is built here.
+    window = Rows(*window)
+    if entries is not None:
+        entries = Rows(*entries)
     H: tl.constexpr = SHAPE.heads
     D: tl.constexpr = SHAPE.dim
     BLOCK_H: tl.constexpr = SHAPE.tiles.block_h

@@ -202,6 +202,8 @@ def index_score_kernel(
     """Score every S-th tile of columns of token p, from tile s on, in program (p, s) of (T, S)."""
     if SHAPE.dependent:
         tl.extra.cuda.gdc_launch_dependents()
+    # Triton 3.6 loses the constants of tuples within a tuple at a loop or branch, unless the outer one is built here.
+    strides = Strides(*strides)
     p_lens, p_rows, p_valid = of_rows
     N: tl.constexpr = SHAPE.entries
     HAS_CANDIDATES: tl.constexpr = SHAPE.candidates > 0

@@ -81,8 +81,10 @@ def rope_quantize_insert_kernel(
 @triton.jit
 def store_row_format(p_cache, strides, slot, live, x, SHAPE: tl.constexpr):
     """Store float32 `x` `[N, D]` at int64 `slot` `[N]`, all in range, for the rows of bool `live` `[N]`."""
+    FORMAT: tl.constexpr = SHAPE.fmt
+    GRID: tl.constexpr = SHAPE.grid
     if SHAPE.data > 0:
-        data, scale = quantize(x, SHAPE.fmt)
+        data, scale = quantize(x, FORMAT)
         p_page, offset = p_cache + slot // SHAPE.block_size * strides[0], slot % SHAPE.block_size
         # Byte by byte: pages may have any alignment.
         p_data = (p_page + offset * SHAPE.data)[:, None] + tl.arange(0, SHAPE.data)[None, :]
@@ -90,10 +92,10 @@ def store_row_format(p_cache, strides, slot, live, x, SHAPE: tl.constexpr):
         p_scale = (p_page + SHAPE.block_size * SHAPE.data + offset * SHAPE.scale)[:, None]
         tl.store(p_scale + tl.arange(0, SHAPE.scale)[None, :], scale, mask=live[:, None])
     else:
-        if SHAPE.grid != "":
-            data, scale = quantize(x, SHAPE.grid)
-            x = dequantize(data, scale, SHAPE.grid).to(tl.float32)
-        store_kv(p_cache, strides, slot, live, x, None, SHAPE.fmt, SHAPE.block_size)
+        if GRID != "":
+            data, scale = quantize(x, GRID)
+            x = dequantize(data, scale, GRID).to(tl.float32)
+        store_kv(p_cache, strides, slot, live, x, None, FORMAT, SHAPE.block_size)
 
 
 def tile(rows: int) -> tuple[int, int]:

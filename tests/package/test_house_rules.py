@@ -137,6 +137,46 @@ def test_cache_layout_numbers_appear_in_layout_alone(trees: dict[str, ast.Module
     assert uses == []
 
 
+def _jitted(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    """Functions that Triton compiles."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(x) for x in node.decorator_list):
+            yield node
+
+
+def _texts(tree: ast.Module) -> Iterator[str]:
+    """Fields that may be a string or None, of the named tuples of a file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and re.search(r"\b(str|None)\b", ast.unparse(field.annotation)):
+                    yield ast.unparse(field.target)
+
+
+def _texts_passed(trees: dict[str, ast.Module]) -> list[str]:
+    """Calls of Triton functions with a string that is a field of a constant."""
+    compiled = {function.name for tree in trees.values() for function in _jitted(tree)}
+    texts = {name for tree in trees.values() for name in _texts(tree)}
+    passed = []
+    for path, tree in trees.items():
+        for function in _jitted(tree):
+            arguments = function.args.args + function.args.kwonlyargs
+            constants = {x.arg for x in arguments if x.annotation and "constexpr" in ast.unparse(x.annotation)}
+            for call in ast.walk(function):
+                if not isinstance(call, ast.Call) or ast.unparse(call.func).split(".")[-1] not in compiled:
+                    continue
+                for value in (*call.args, *(keyword.value for keyword in call.keywords)):
+                    base, *fields = ast.unparse(value).split(".")
+                    if base in constants and fields and fields[-1] in texts:
+                        passed.append(f"{path}:{value.lineno} {ast.unparse(value)}")
+    return passed
+
+
+def test_triton_functions_are_passed_strings_under_a_constant_name(trees: dict[str, ast.Module]) -> None:
+    """Triton 3.6 compiles `FORMAT: tl.constexpr = SHAPE.fmt` and then `f(FORMAT)`, not `f(SHAPE.fmt)`."""
+    assert _texts_passed({path: tree for path, tree in trees.items() if path.startswith("kernels/")}) == []
+
+
 def test_few_functions_of_kernels_have_many_parameters(trees: dict[str, ast.Module]) -> None:
     """Parameters that belong together are one tuple or NamedTuple, where all versions of Triton give the same code."""
     counts = {

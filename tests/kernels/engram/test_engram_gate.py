@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4_compile.kernels.engram import engram_gate as kernels
 from dsv4_compile.ops.common.kernels import refusal
+from dsv4_compile.reference.engram.engram_gate import engram_gate as reference
 from dsv4_compile.testing import assert_bitwise, padded, poisoned_empty, strided
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.engram.gates import arguments, wrong
@@ -101,3 +102,9 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
         kernels.engram_gate(*arguments(2, 5120))
     assert [kernel.assembled for kernel in compiled] == [True]
     assert all(begins_early(kernel) == early for kernel in compiled)
+
+
+@pytest.mark.parametrize(("tokens", "dim"), [(20_000, 1), (2000, 97), (100, 5120)])
+def test_the_reference_is_within_the_tolerance_of_the_kernel(tokens: int, dim: int) -> None:
+    args = arguments(tokens, dim, torch.float32)
+    assert wrong(args, reference(*args)) == ""

@@ -74,13 +74,17 @@ def wrong_mixes(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> str:
     return ""
 
 
+THREE_ROUNDINGS = 1.5
+"""Largest error relative to that of two roundings: the first rounds the values, and so moves their norm, too."""
+
+
 def wrong_collapse(args: tuple[Any, ...], got: Tensor) -> str:
-    """Return how the result differs from that in float64 by more than two roundings, "" if it does not."""
+    """Return how the result differs from that in float64 by more than its roundings, "" if it does not."""
     with mock.patch.object(torch.Tensor, "float", lambda x: x):
         want = mhc_collapse(*_wide(args))
     if got.dtype is not args[0].dtype or not got.is_contiguous() or got.shape != want.shape:
         return f"{got.dtype} {tuple(got.shape)} with strides {got.stride()}"
     # An element may be a small difference of large terms.
-    allowed = ROUNDING[got.dtype] * torch.maximum(want.abs(), want.abs().amax(-1, keepdim=True) / 64)
+    allowed = THREE_ROUNDINGS * ROUNDING[got.dtype] * torch.maximum(want.abs(), want.abs().amax(-1, keepdim=True) / 64)
     bad = ~((got.double() - want).abs() <= allowed) & ~(got.isnan() & want.isnan())
     return f"{int(bad.sum())} of {bad.numel()} elements" if bad.any() else ""

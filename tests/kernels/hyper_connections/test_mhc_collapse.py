@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4_compile.kernels.hyper_connections import mhc_collapse as kernels
 from dsv4_compile.ops.common.kernels import refusal
+from dsv4_compile.reference.hyper_connections.mhc_collapse import mhc_collapse as reference
 from dsv4_compile.testing import assert_bitwise, padded, poisoned_empty, strided
 from dsv4_compile.testing.samples import op_samples
 from tests.kernels.gpus import begins_early, sees
@@ -97,3 +98,10 @@ def test_it_compiles_ahead_of_time(target: str, monkeypatch: pytest.MonkeyPatch)
         kernels.mhc_collapse(*collapse(2, 5120))
     assert [kernel.assembled for kernel in compiled] == [True]
     assert all(begins_early(kernel) == early for kernel in compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dim", [1, 7, 97, 600])
+def test_the_reference_is_within_the_tolerance_of_the_kernel(dim: int, dtype: torch.dtype) -> None:
+    args = collapse(100_000 // dim, dim, dtype)
+    assert wrong_collapse(args, reference(*args)) == ""
