@@ -159,7 +159,6 @@ def test_the_kernel_for_few_heads_has_no_repeated_code_and_spills_nothing(
         (few_tokens.NARROW, 100, 3, "fused"),
         (few_tokens.ONE_BLOCK[0], 64, 1, "quantised"),
         (few_tokens.ONE_BLOCK[1], 64, 2, "plain"),
-        (few_tokens.MANY_HEADS, 64, 8, "fused"),
     ],
 )
 def test_the_kernel_for_few_tokens_is_small_and_waits_for_the_previous_kernel(
@@ -211,6 +210,8 @@ def test_batch_invariant_steps_of_all_sizes_have_one_split_of_keys() -> None:
         # A row of the scores, a key, has the same warp and thread for any number of heads.
         heads = few_tokens.invariant_tiling(tokens, 64).block_h
         assert compiled[0].asm["ttgir"].count(f"warpsPerCTA = [8, 1], instrShape = [16, {heads}, 16]") >= 1
+        assert compiled[0].resources()["STACK"] == 0
+        assert compiled[0].metadata.shared <= GPUS["sm_90"][1] * 1024
         assert len(compiled) == 2
 
 
