@@ -9,7 +9,6 @@ layers: `every` layer has those of this name. A kernel that fails or differs fro
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 
 import dsv4_compile.ops  # noqa: F401  registers the ops
 from dsv4_compile.bench import timing
+from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.layout import MX_TILE, allocate_cache, cdiv, page_layout
 from dsv4_compile.models.v41.config import V41Config
 from dsv4_compile.ops.common.define import REFERENCES
@@ -301,7 +301,7 @@ def time_part(part: Part, tokens: int, device: torch.device, peer: bool) -> dict
         return row | {"status": f"unsupported: {why}"}
     try:
         row["status"] = differs(part.op, sets[0]) or "ok"
-        row["us"] = timing.measure(launcher(part.op), sets, device, cold=True).cold_us
+        row["cold_us"] = timing.measure(launcher(part.op), sets, device, cold=True).cold_us
         if peer:
             clock = "stream" if part.op in SLOW_REFERENCE else ""
             few = sets[: 2 if clock else len(sets)]
@@ -335,24 +335,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             row = time_part(part, tokens, device, not args.no_reference)
             row["floor_us"] = 1e6 * row["bytes"] / rate
             rows.append(row)
-            times = [f"{row[name]:.1f}" if row.get(name) else "-" for name in ("us", "floor_us", "reference_us")]
+            times = [f"{row[name]:.1f}" if row.get(name) else "-" for name in ("cold_us", "floor_us", "reference_us")]
             print(
                 f"{tokens:6} {part.layers:13} {part.name:12} {row['bytes'] / 1e6:8.1f} {times[0]:>9} {times[1]:>8} "
                 f"{times[2]:>11}  {row['status']}",
                 flush=True,
             )
         every = [row for row in rows if row["tokens"] == tokens and row["layers"] == "every"]
-        columns = "bytes", "us", "floor_us", "reference_us"
+        columns = "bytes", "cold_us", "floor_us", "reference_us"
         sums = {name: sum(row["times"] * (row.get(name) or 0.0) for row in every) for name in columns}
         print(
-            f"{tokens:6} {'every':13} {'sum':12} {sums['bytes'] / 1e6:8.1f} {sums['us']:9.1f} {sums['floor_us']:8.1f} "
-            f"{sums['reference_us']:11.1f}",
+            f"{tokens:6} {'every':13} {'sum':12} {sums['bytes'] / 1e6:8.1f} {sums['cold_us']:9.1f} "
+            f"{sums['floor_us']:8.1f} {sums['reference_us']:11.1f}",
             flush=True,
         )
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy": rate, "rows": rows}
-        (args.out / "v41_layer.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        record = {"scenario": "v41_layer", **environment(device), "copy_gb_s": round(rate / 1e9, 1), "rows": rows}
+        stamp = {name: record[name] for name in ("date", "commit")}
+        write_json(record | {"rows": [row | stamp for row in rows]}, args.out)
     return int(any(row["status"] not in ("ok", "no kernel") for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""Render the tables of compile times, starts, new prompt lengths and loading; some once their records are measured."""
+"""Render tables of compile times, starts, prompt lengths, loading and V4.1, some once their records are measured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_compile.hf.start import MEANINGS
+from tests.tools.figures_v41 import layer
 
 Row = Mapping[str, Any]
 Render = Callable[[Mapping[str, list[Row]]], tuple[list[list[str]], list[Row]]]
@@ -65,6 +66,7 @@ def read_weights(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[R
 
 
 _TABLES: Mapping[str, tuple[Render, str, str]] = {
+    "v41_layer": (layer, "v41_layer", "python examples/benchmarks/v41_layer.py --out examples/results"),
     "starts": (starts, "starts", "python examples/benchmarks/starts.py --out examples/results"),
     "new_lengths": (new_lengths, "new_lengths", "python tests/gpu/new_lengths.py --out examples/results"),
     "late_work": (late_work, "new_lengths", "python tests/gpu/new_lengths.py --out examples/results"),
