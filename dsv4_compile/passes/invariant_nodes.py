@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from .._compat import functional_collectives, resolve_group
 from ..errors import fail
 from ..lowering.linear import invariant_mm
+from ..ops.common.invariance import TOKENS
 from ..selection.decisions import Dependence
 from .nodes import FUNCTIONALIZED, display_name, public_op, where
 
@@ -222,7 +223,8 @@ def _replace_sum(graph: Graph, node: Any, level: str) -> None:
     wide = _call(graph, _cast, x, torch.float32)
     flat = _call(graph, aten.reshape.default, _call(graph, aten.permute.default, wide, [*rest, *dims]), [-1, length])
     ones = _call(graph, aten.full.default, [length, 1], 1.0, dtype=torch.float32, device=value.device)
-    total = _mm(graph, flat, ones, level)
+    # At any level: the product has several rows for each token, and "step" counts rows.
+    total = _mm(graph, flat, ones, TOKENS)
     if node.target is aten.mean.dim:
         total = _call(graph, aten.div.Tensor, total, length)
     shape = [1 if dim in dims else _size(graph, x, dim) for dim in range(value.dim()) if keep or dim not in dims]

@@ -69,11 +69,15 @@ def check_batch_invariant(
         checked = models(target, compositions=compositions, generator=generator, **options)
         return InvarianceReport(type(target).__name__, compositions, checked)
     if not callable(target) or args is None or rows is None:
+        wrapped = hasattr(target, "_orig_mod")
         fail(
             "E201",
-            got=f"a {type(target).__name__}" + ("" if not callable(target) else " without args or rows"),
+            got=f"{type(target).__name__}" + ("" if not callable(target) else " without args or rows"),
             rule="the target is an op, a converted model, a RunningBatch, or a function with args and rows",
+            fix="compile the model in place, model.compile(...), and pass the model" if wrapped else "",
         )
+    tuples = isinstance(args, Sequence) and all(isinstance(values, (tuple, list)) for values in args)
+    check(tuples, "E201", got=f"args={type(args).__name__}", rule="args is a list of argument tuples, [(x, weight)]")
     for number, values in enumerate(args):
         label = f"{getattr(target, '__name__', target)} on sample {number}"
         check_rows(target, values, rows, compositions=compositions, generator=generator, label=label)
@@ -106,7 +110,7 @@ def _check_op(
             "E303",
             got=f"torch.ops.dsv4.{op}",
             why="its results are of the whole batch, integers and copies" if exact else "it claims nothing",
-            fix="check the model that calls it",
+            fix="check the model that calls it" if exact else "pass an op with a claim, or a function, args and rows",
         )
     registry.load()
     target = registry.twin(op, PREFIX + level)

@@ -29,7 +29,7 @@ def check_of(target: Any) -> Callable[..., int]:
         return check_running
     if isinstance(target, CompilableForCausalLM):
         return check_model
-    fail("E201", got=f"a {type(target).__name__}", rule="the target is a converted causal language model")
+    fail("E201", got=f"{type(target).__name__}", rule="the target is a converted causal language model")
 
 
 def check_model(
@@ -191,9 +191,9 @@ def check_running(
                 tokens, rows = list(request.tokens), logits.pop(id(request), [])
                 for number_of_token, (got, want) in enumerate(zip(rows, alone[i][1], strict=True)):
                     if not torch.equal(got, want):
-                        where = f"composition {number} of {size} requests: new token {number_of_token} of request {i}"
+                        who = f"new token {number_of_token} of request {i}"
                         raise AssertionError(
-                            f"{where}: new token {number_of_token} of request {i} has other logits than alone"
+                            f"composition {number} of {size} requests: {who} has other logits than alone"
                         )
                 assert tokens == alone[i][0], f"composition {number}: request {i} got {tokens}, alone {alone[i][0]}"
                 compared += len(tokens)

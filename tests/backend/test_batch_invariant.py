@@ -119,6 +119,14 @@ def test_rows_of_a_compiled_function_do_not_depend_on_their_number(dynamic: bool
         assert torch.equal(run(x[rows]), together[rows])
 
 
+def test_sums_of_step_do_not_depend_on_the_rows_of_a_token(gemms_by_size: None) -> None:
+    x = torch.randn(300, 40)
+    run: Any = compiled(lambda x: x.unflatten(1, (4, 10)).sum(1), True, **CALLS, **{"dsv4.batch_invariant": "step"})
+    together = run(x)  # a product of 3,000 rows
+    for rows in (slice(0, 1), slice(5, 70)):
+        assert torch.equal(run(x[rows]), together[rows])
+
+
 def test_an_op_without_a_claim_and_a_demanded_implementation_are_refused() -> None:
     args = op_samples("sparse_mla_prefill")[0]
     with pytest.raises(Exception, match=r"(?s)E303.*sparse_mla_prefill"):

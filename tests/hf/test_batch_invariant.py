@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 from typing import Any
 
 import pytest
+import torch
 
-from dsv4_compile import hf
+from dsv4_compile import DSV4Error, hf
 from dsv4_compile.hf.tiny import tiny_drafts, tiny_model
 from dsv4_compile.ops.common.invariance import STEP_TOKENS
 from dsv4_compile.testing import check_batch_invariant, invariant_models
@@ -51,7 +54,7 @@ def test_a_model_whose_calls_depend_on_each_other_is_seen(by_size: None) -> None
 def test_a_model_compiled_with_step_is_checked_in_calls_of_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sizes = converted(max_batch_size=32), []
     model.compile(backend="dsv4", options={"dsv4.batch_invariant": "step"})
-    model._compiled_call_impl = None  # what is called is watched, not compiled
+    model._compiled_call_impl = model._call_impl  # what is called is watched, not compiled
     forward = model.forward
 
     def watched(input_ids: Any, **kwargs: Any) -> Any:
@@ -62,6 +65,31 @@ def test_a_model_compiled_with_step_is_checked_in_calls_of_its_promise(monkeypat
     monkeypatch.setattr(invariant_models.torch, "equal", lambda got, want: True)
     check_batch_invariant(model, compositions=20)
     assert 200 < max(sizes) <= STEP_TOKENS
+
+
+def test_a_copy_which_would_run_eager_is_refused() -> None:
+    model = converted()
+    model.compile(backend="dsv4", options=MODE)
+    copied, ids = copy.deepcopy(model), torch.ones(1, 4, dtype=torch.int64)
+    for call in (copied, functools.partial(copied.generate, max_new_tokens=1)):
+        with pytest.raises(DSV4Error, match=r"(?s)E303.*a copy of a model.*same options"):
+            call(ids)
+    copied.compile(backend="dsv4")
+    copied._compiled_call_impl = copied._call_impl
+    copied(ids)
+
+
+def test_a_model_is_compiled_as_one_graph() -> None:
+    model = converted()
+    with pytest.raises(DSV4Error, match=r"(?s)E303.*fullgraph=False.*runs eager"):
+        model.compile(backend="dsv4", fullgraph=False, options=MODE)
+    assert model._compiled_call_impl is None
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[Any] = []
+        patch.setattr(torch, "compile", lambda *args, fullgraph=False, **kwargs: seen.append(fullgraph))
+        for options in ({}, {"dsv4.batch_invariant": "off"}, {"dsv4.batch_invariant": "step"}, MODE):
+            model.compile(backend="dsv4", options=options)
+    assert seen == [False, False, True, True]
 
 
 if LONG:  # these compile for minutes

@@ -98,3 +98,8 @@ def test_ops_without_a_claim_and_other_targets_are_refused() -> None:
     for target in (3, "no_op", torch.nn.Linear(2, 2)):
         with pytest.raises(ValueError, match="E201"):
             check_batch_invariant(target)
+    with pytest.raises(ValueError, match=r"(?s)E201.*compile the model in place"):
+        check_batch_invariant(torch.compile(torch.nn.Linear(2, 2)))
+    for args in ((torch.ones(6, 4), 2), torch.ones(6, 4)):
+        with pytest.raises(ValueError, match=r"(?s)E201.*list of argument tuples"):
+            check_batch_invariant(torch.mul, args, rows=[0])

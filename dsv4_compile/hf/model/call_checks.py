@@ -27,7 +27,16 @@ from .cache import CACHE_NAME, OWN_CACHE, STALE, CacheHandle, PagedCache, given_
 from .call_results import RECORDED, inference_only, with_cache
 from .generate_call import LOCK, current, take_own
 from .redundant_guards import compile_arguments, drop_guards
-from .token_buckets import COMPILED_AS, Bucketed, CompiledAs, bucketed_call, runs_in_buckets, why_exact
+from .token_buckets import (
+    COMPILED_AS,
+    Bucketed,
+    CompiledAs,
+    bucketed_call,
+    check_invariant_compile,
+    check_still_compiled,
+    runs_in_buckets,
+    why_exact,
+)
 from .token_inputs import WHY_NO_AUTOCAST, check_ids, in_rows, refuse_autocast
 from .unchanged_block import is_unchanged
 
@@ -149,6 +158,7 @@ def _enter(module: Any, args: Any, kwargs: Any) -> Entry:
     if isinstance(cache, PagedCache) and cache.entered and cache.thread == threading.get_ident():
         arguments[CACHE_NAME] = cache
         return Entry(arguments)  # the language model around this one has been through the entry
+    check_still_compiled(module)
     model, allocate = module.entered_model()
     check_call(model, arguments)
     in_buckets = (
@@ -255,8 +265,11 @@ class EnteredOnHost(_nn.Module):
         return finish(entry, result)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile in place as `nn.Module.compile`, without the guards that the entry makes redundant."""
-        super().compile(*args, **compile_arguments(kwargs))
+        """Compile in place as `nn.Module.compile`, without the guards that the entry makes redundant.
+
+        With `dsv4.batch_invariant` as one whole graph. Raises E303 for fullgraph=False with it.
+        """
+        super().compile(*args, **compile_arguments(check_invariant_compile(kwargs)))
         self.__dict__[COMPILED_AS] = CompiledAs.of(kwargs)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..._compat import module_hooks
+from ...errors import check, fail
 from ...options import INVARIANT
 from ...runtime.bucket_sizes import chunk_columns, chunk_tokens, request_buckets, token_buckets
 from ...runtime.compiled import in_bucket
@@ -64,6 +65,33 @@ class CompiledAs(NamedTuple):
         wanted = options.get("dsv4.buckets", "auto")
         graphs = options.get("dsv4.cudagraph.graphs", "auto") if captured else ""
         return cls(wanted == "on" or (wanted == "auto" and captured), graphs, options.get(INVARIANT, "off"))
+
+
+def check_invariant_compile(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords of `model.compile`, with `dsv4.batch_invariant` for one whole graph. Raises E303 for several."""
+    how = CompiledAs.of(arguments)
+    if how.batch_invariant in ("off", False):
+        return dict(arguments)
+    check(
+        arguments.get("fullgraph", True) is True,
+        "E303",
+        got=f"fullgraph={arguments.get('fullgraph')!r}",
+        why="what torch.compile leaves out of a graph runs eager, without dsv4.batch_invariant",
+        fix="pass fullgraph=True, or leave it out",
+    )
+    return {**arguments, "fullgraph": True}
+
+
+def check_still_compiled(module: nn.Module) -> None:
+    """Raise E303 for a module that was compiled with `dsv4.batch_invariant`, and then copied without its graphs."""
+    how: CompiledAs | None = module.__dict__.get(COMPILED_AS)
+    if how is not None and module._compiled_call_impl is None and how.batch_invariant not in ("off", False):
+        fail(
+            "E303",
+            got="a copy of a model that was compiled with dsv4.batch_invariant",
+            why="copies and pickles of a module are not compiled, so this call would run eager",
+            fix="call compile() of the copy with the same options",
+        )
 
 
 def runs_in_buckets(module: nn.Module) -> bool:
