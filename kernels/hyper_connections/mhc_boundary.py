@@ -14,6 +14,9 @@ More tokens: a second launch finishes, a program for each token, or two. One pro
 more could do that in one launch only if they waited for each other. bfloat16 streams are multiplied on tensor cores
 with `fn` as a sum of three bfloat16, which is exact. Of few tokens, each program rounds its part of `fn`; of many, a
 small launch does it before for all of them.
+
+With `dsv4.batch_invariant="step"`, more tokens have the sums of one launch: a program keeps its columns of `fn` in
+registers and takes token after token, and the second launch finishes.
 """
 
 from __future__ import annotations
