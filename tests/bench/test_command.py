@@ -96,8 +96,9 @@ def test_every_op_that_has_a_choice_is_among_those_that_are_tuned() -> None:
     offered = {case.op for case in indexer.cases(DeepseekV4Config.flash())} | set(preprocess.OPS)
     # Both implementations of fp8_linear run the same GEMM: its quantisation alone is not worth a choice. IR of the
     # experts, their router and hyper-connections always leaves a call to the kernel.
-    streams = {"mhc_boundary", "mhc_head", "mhc_pre"}
-    assert limits["preprocess"]["op"] - offered == {"fp8_linear", "moe_experts", "moe_route", *streams}
+    left = {"fp8_linear", "moe_experts", "moe_route", "mhc_boundary", "mhc_head", "mhc_pre"}
+    of_v41 = {"moe_route_images", "mx_linear"}  # no scenario of DeepSeek-V4.1 is tuned
+    assert limits["preprocess"]["op"] - offered == left | of_v41
     assert limits["preprocess"]["impl"] == {"ir", "triton"}
 
 
