@@ -224,13 +224,18 @@ def _kinds(paged: Any, drafts: bool | None) -> list[_Call]:
 
 
 def count_compilations(log: list[LateWork], before: dict[str, float]) -> None:
-    """Count the seconds of compilations that the backend did not spend as traces, and late builds as builds."""
+    """Count the seconds of compilations that the backend did not spend as traces, and late builds as builds.
+
+    Both are taken from those of the calls, and no more than these took: builds inside a compilation are counted there.
+    """
     after = spent()
     backend = sum(after[kind] - before[kind] for kind in ("compile", "build"))
     compiling = sum(entry.seconds or 0.0 for entry in log if entry.kind == "compile")
-    count("trace", max(0.0, compiling - backend), out_of="run")
-    late = (entry.seconds or 0.0 for entry in log if entry.kind == "kernel" and not entry.early)
-    count("build", sum(late), out_of="run")
+    late = sum(entry.seconds or 0.0 for entry in log if entry.kind == "kernel" and not entry.early)
+    ran = after["run"] - before["run"]
+    traced = min(max(0.0, compiling - backend), ran)
+    count("trace", traced, out_of="run")
+    count("build", min(late, ran - traced), out_of="run")
 
 
 def _listed(sizes: tuple[int, ...]) -> str:
