@@ -415,7 +415,7 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Run `call` on `gpu` and return its outputs, in `into` or newly allocated.
 
-    `splits` and `tiling` overrule `split_count` and `choose_tiling`.
+    `splits` and `tiling` overrule `split_count` and `choose_tiling`; a batch-invariant call has neither.
     """
     tokens, heads, _ = call.q.shape
     widths = [keys.indices.shape[1] for keys in call.caches]

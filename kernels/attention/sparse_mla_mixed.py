@@ -23,7 +23,8 @@ from ..host.gpu import Gpu, gpu_of
 from ..host.launch import DTYPES, launch_kernel
 from ..host.pdl import supports_pdl
 from .common import NOT_FUSED, Outputs, decode_keys, fetch_keys
-from .split_combine import LOG2_E, SplitPlan, combine_splits, finish_softmax, new_partials, partial_softmax, split_plan
+from .sparse_mla_decode_triton import DecodePlan, Tiles
+from .split_combine import LOG2_E, combine_splits, finish_softmax, new_partials, partial_softmax, split_plan
 
 MAX_DIM = 512
 MAX_SLOTS = 2**31
@@ -57,15 +58,6 @@ class RowShape(NamedTuple):
     data: int = 0
     scale: int = 0
     quantised: bool = False
-
-
-class Tiles(NamedTuple):
-    """Tiling of a launch: heads and keys of a block, warps, and whether keys are the first operand of GEMMs."""
-
-    block_h: int
-    block_n: int
-    warps: int
-    keys_first: bool = False
 
 
 class Shape(NamedTuple):
@@ -243,24 +235,6 @@ class Problem(NamedTuple):
     dtype: torch.dtype
 
 
-class MixedPlan(NamedTuple):
-    """The launches of a call: tiles, blocks of heads, splits of keys, and whether the combine kernel starts early."""
-
-    tiles: Tiles
-    head_blocks: int
-    split: SplitPlan
-    pdl: bool
-
-    @property
-    def variant(self) -> tuple[Any, ...]:
-        """The plan without its grids."""
-        return self.tiles, self.split.variant, self.pdl
-
-    def grid(self, tokens: int) -> tuple[int]:
-        """Return the grid of a launch over `tokens` tokens."""
-        return (tokens * self.head_blocks * self.split.splits,)
-
-
 def operand_dtype(a: MixedArguments) -> torch.dtype:
     """Return the dtype of the operands of both GEMMs: that of the queries if all keys have it, else float32."""
     caches = [(a.window, a.window_format)] + ([] if a.entries is None else [(a.entries, a.entry_format)])
@@ -275,14 +249,14 @@ def problem_of(a: MixedArguments) -> Problem:
 
 
 @functools.lru_cache(1024)
-def plan(problem: Problem, tokens: int, gpu: Gpu, splits: int = 0, tiles: Tiles | None = None) -> MixedPlan:
+def plan(problem: Problem, tokens: int, gpu: Gpu, splits: int = 0, tiles: Tiles | None = None) -> DecodePlan:
     """Return the launches of a call of `tokens` tokens. `splits` and `tiles` overrule what is chosen for the GPU."""
     tiles = tiles or choose_tiles(gpu, problem.heads, problem.dtype)
     head_blocks = cdiv(problem.heads, tiles.block_h)
     blocks = sum(cdiv(width, tiles.block_n) for width in problem.widths)
     shape = tokens, problem.heads, problem.dim
     split = split_plan(shape, head_blocks, blocks, tiles.block_n, gpu, splits)
-    return MixedPlan(tiles, head_blocks, split, pdl=split.splits > 1 and supports_pdl(gpu))
+    return DecodePlan(tiles, head_blocks, split, pdl=split.splits > 1 and supports_pdl(gpu))
 
 
 def _rows(cache: Tensor, slots: Tensor, fmt: str, block_size: int, channels: int) -> tuple[Rows, RowShape]:

@@ -31,7 +31,7 @@ def check_mode(model: nn.Module) -> None:
 
 
 def default_device() -> AbstractContextManager[Any]:
-    """Return a context in which new tensors without a device are on the CPU, also after torch.set_default_device."""
+    """Return a context that puts new tensors without a device on the CPU, also after torch.set_default_device."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
@@ -46,7 +46,7 @@ def check_caches(config: V41Config, caches: Any) -> None:
 def check_step(config: V41Config, device: torch.device, ids: Any, positions: Any, requests: Any, caches: Any) -> None:
     """Check a step, as `V41Model.forward` takes it, without waiting for the device.
 
-    Raises E201 for tensors of another kind, shape or device, E208 for caches of a different model and settings of torch
+    Raises E201 for tensors of a wrong kind, shape or device, E208 for caches of a different model and settings of torch
     that change results, E204 for more tokens of a request than a step of the caches may have, which a CPU alone counts.
     """
     check_caches(config, caches)

@@ -90,7 +90,7 @@ def index_topk(a: IndexArguments) -> Tensor:
 
 
 def index_topk_blocks(a: BlocksArguments) -> tuple[Tensor, Tensor]:
-    """Select as `index_topk` among all visible entries, and the blocks in which later layers select.
+    """Select as `index_topk` among all visible entries, and the blocks that later layers select from.
 
     The score of a block is the largest of its visible entries; the block of the token's newest entry comes first.
 

@@ -210,7 +210,7 @@ def scored(values: list[float], counts: list[int], topk: int = 3) -> IndexArgume
     ],
 )
 def test_special_scores(values: list[float]) -> None:
-    """Of entries, of blocks of two, and inside candidates."""
+    """Scores of entries, of blocks of two, and inside candidates."""
     counts = [len(values), len(values) - 1, 4]
     candidates = torch.tensor([[0, 1, 2, 3, 40], [1, 3, -1, -1, -1], [0, 2, -1, -1, -1]]).int()
     for topk in (1, 3, 5):

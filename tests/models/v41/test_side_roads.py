@@ -1,4 +1,4 @@
-"""What users do next to the main road: the model's tokens, or an error with a code.
+"""Uncommon calls of V4.1 give the model's tokens, or an error with a code.
 
 Roads: prompts of any kind; arguments of generation; sizes at the border; caches of others; raw steps; positions that go
 back; weights that are copied, saved, loaded or cast; gradients and modes; settings of torch; objects that are copied.
