@@ -9,8 +9,7 @@ from ...reference.indexer.indexer_topk_slots import TopkSlotsArguments
 from .indexer_logits import PROGRAMS, score_and_select, why_unsupported_indexer_logits_topk
 from .select_topk import SlotMap
 
-# groups_of's choice, None, has not yet been proven with slots on a GPU, so rows are still selected from parts.
-GROUPS: tuple[int, int] | None = (0, 0)
+GROUPS: tuple[int, int] | None = None
 """Columns of a group and warps; (0, 0) selects from parts, None as the launcher `indexer_logits_topk` does."""
 
 
