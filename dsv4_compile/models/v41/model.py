@@ -13,97 +13,12 @@ from torch import Tensor, nn
 
 from ...modules.linear import linear_fp32
 from ...parallel import Ranks, all_gather, all_reduce
-from .attention import Attention, Selection
 from .cache import V41Caches, V41Format
 from .calls import check_step
 from .config import V41Config
-from .engram import Engram
-from .experts import MoE
-from .linear import Linear, Norm, WeightOptions, parameter
+from .layers import Layer
+from .linear import Linear, Norm, WeightOptions
 from .step import Step, Tail, make_step
-
-
-class Site(nn.Module):
-    """Weights of hyper-connections at one sub-layer."""
-
-    def __init__(self, config: V41Config) -> None:
-        super().__init__()
-        count = config.hc_mult
-        outputs = (count + 2) * count
-        self.fn = parameter(outputs, count * config.hidden_size, dtype=torch.float32)
-        self.base = parameter(outputs, dtype=torch.float32)
-        self.scale = parameter(3, dtype=torch.float32)
-        self.norm_eps, self.hc_eps, self.iterations = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
-
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return pre, which the next site takes, and post and comb of this one."""
-        pre, post, comb = torch.ops.dsv4.mhc_mixes(
-            streams, self.fn, self.base, self.scale, self.norm_eps, self.hc_eps, self.iterations
-        )
-        return pre, post, comb
-
-
-class Layer(nn.Module):
-    """Engram where there is one, attention and experts, each between a collapse and a return of the streams."""
-
-    def __init__(self, config: V41Config, layer: int, options: WeightOptions) -> None:
-        super().__init__()
-        # Facts of the configuration that a graph branches on are attributes of modules: constants in every graph.
-        self.layer, self.eps, self.is_last_source = layer, config.rms_norm_eps, layer == config.last_source
-        if layer in config.engram_layers:
-            self.engram = Engram(config, layer, options)
-        self.has_engram = layer in config.engram_layers
-        self.attn_norm = Norm(config.hidden_size, self.eps, options.dtype)
-        self.ffn_norm = Norm(config.hidden_size, self.eps, options.dtype)
-        self.hc_attn, self.hc_ffn = Site(config), Site(config)
-        self.attn = Attention(config, layer, options)
-        self.ffn = MoE(config, options)
-
-    def collapse(self, streams: Tensor, pre: Tensor, norm: Norm) -> Tensor:
-        """Return the normed input `[T, D]` of a sub-layer."""
-        out: Tensor = torch.ops.dsv4.mhc_collapse(streams, pre, norm.weight, norm.eps)
-        return out
-
-    def insert(
-        self, streams: Tensor, pre: Tensor, rows: Tensor | None, step: Step, caches: V41Caches
-    ) -> tuple[Tensor, Tensor]:
-        """Write this layer's rows of caches; return the streams after the engram, and attention's input `[T, D]`."""
-        if self.has_engram and rows is not None:
-            streams = self.engram(streams, rows, step.is_image)
-        x = self.collapse(streams, pre, self.attn_norm)
-        self.attn.insert(x, step, caches)
-        return streams, x
-
-    def forward(
-        self,
-        streams: Tensor,
-        pre: Tensor,
-        rows: Tensor | None,
-        step: Step,
-        caches: V41Caches,
-        selection: Selection | None,
-        tail: Tail | None = None,
-    ) -> tuple[Tensor, Tensor, Step, Selection | None]:
-        """Run the layer over streams `[T, N, D]`.
-
-        Args:
-            pre: float32 `[T, N]`, coefficients of the site before.
-            rows: rows of the engram's table, for a layer with one.
-            tail: at the last source, the tokens that this and later layers run; all are inserted.
-        Returns:
-            Streams, pre, step and selection for the next layer, of the tail where there is one.
-        """
-        streams, x = self.insert(streams, pre, rows, step, caches)
-        if tail is not None:
-            streams, x, step = streams[tail.rows], x[tail.rows], step.at(tail.rows)
-        attn_pre, post, comb = self.hc_attn(streams)
-        z, selection = self.attn.attend(x, step, caches, selection)
-        if tail is not None:
-            step = step.with_windows_from(tail.first)
-        streams = torch.ops.dsv4.mhc_post(streams, z, post, comb)
-        ffn_pre, post, comb = self.hc_ffn(streams)
-        z = self.ffn(self.collapse(streams, attn_pre, self.ffn_norm), step.is_image)
-        return torch.ops.dsv4.mhc_post(streams, z, post, comb), ffn_pre, step, selection
 
 
 class V41Model(nn.Module):

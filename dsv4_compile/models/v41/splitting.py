@@ -26,7 +26,8 @@ from ...layout import MX_TILE
 from ...parallel import Ranks, agreement, watchdog
 from ...parallel.split import Split, Whole, check_divides, check_layout, part_of
 from .config import V41Config
-from .model import Layer, V41Model
+from .layers import Layer
+from .model import V41Model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4_compile.config import Rope
 from dsv4_compile.models.v41 import V41Caches, V41Config, V41Format, V41Model
 from dsv4_compile.models.v41.attention import Attention, Compressor, Selection
-from dsv4_compile.models.v41.model import Layer
+from dsv4_compile.models.v41.layers import Layer
 from dsv4_compile.models.v41.step import Step
 from dsv4_compile.models.v41.tiny import TINY, tiny_config
 from dsv4_compile.reference.common.rope import apply_rope
