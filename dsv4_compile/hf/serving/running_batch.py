@@ -32,7 +32,7 @@ from ..model.arguments import callback, check_flags, integer, stop_set, token_id
 from ..model.draft_generate import refuse_missing_drafts
 from .request_slots import NewToken, RequestSlots
 from .requests import Progress, Request
-from .running_model import check_runs, steps_of
+from .running_model import running_class
 from .running_ranks import RunningRanks, progress_of, ranks_of, rejecting
 from .sampling import RequestSampling
 
@@ -84,8 +84,8 @@ class RunningBatch(RequestSlots):
         graphs: str = "auto",
         drafts: bool | None = None,
     ) -> None:
-        check_runs(model)
-        ranks = ranks_of(model)
+        kind = running_class(model)
+        ranks = ranks_of(in_step := kind.in_step_of(model))
         with rejecting(ranks):
             super().__init__(check_size("slots", slots))
         arguments: dict[str, Any] = {"slots": slots, "max_seq_len": max_seq_len, "prefill_chunk": prefill_chunk}
@@ -102,9 +102,9 @@ class RunningBatch(RequestSlots):
             drafts = model.dsv4_drafts is not None if drafts is None else drafts
             prefill_chunk = check_size("prefill_chunk", prefill_chunk, least=2)
             with torch.inference_mode(False):  # later steps write its tensors in any mode
-                steps = steps_of(model, slots, max_seq_len, prefill_chunk, backend, options, graphs, drafts)
+                steps = kind(model, slots, max_seq_len, prefill_chunk, backend, options, graphs, drafts)
             if ranks is not None:
-                self._ranks = RunningRanks(model, arguments)
+                self._ranks = RunningRanks(steps, in_step, arguments)
                 weakref.finalize(self, self._ranks.leave)
         self.model, self._steps = model, steps
         self.max_seq_len, self.prefill_chunk = steps.max_seq_len, steps.prefill_chunk

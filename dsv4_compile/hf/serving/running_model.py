@@ -12,6 +12,7 @@ from ...errors import check, fail
 from ...metadata import MetadataBuffers
 from ...models.v41.model import V41Model
 from ...options import INVARIANT
+from ...parallel import split_of
 from ...progress import stage
 from ...runtime import DecodeRunner, Statistics, mark_static_inputs
 from ...runtime.addresses import AddressCheck, named_tensors
@@ -28,26 +29,20 @@ from ..model.unchanged_block import has_block
 from .requests import Progress
 from .running_drafts import CompiledSource, RunningDrafts, VerifyTokens
 from .running_steps import DecodeTokens, Part, PrefillTokens, TappedPrefill, with_repeated
+from .running_v41 import RunningV41
 from .sampling import COLUMNS, NO_TOKEN, choose_tokens, likeliest_tokens
 
 Slots = Sequence[Progress | None]
 """Request in each slot of the cache."""
 
 
-def check_runs(model: Any) -> None:
-    """Raise E208 for a model that no `RunningBatch` runs."""
-    converted = isinstance(model, (CompilableForCausalLM, V41Model))
-    fix = "pass a model that dsv4_compile.hf.convert or models.v41.load returned"
-    check(converted, "E208", got=f"a {type(model).__name__}", fix=fix)
-
-
-def steps_of(model: Any, *arguments: Any) -> Any:
-    """Return the `RunningModel` of a converted model, or the `RunningV41` of a DeepSeek-V4.1."""
+def running_class(model: Any) -> type[RunningModel] | type[RunningV41]:
+    """Return the class of a model's steps. Raises E208 for a model that no `RunningBatch` runs."""
     if isinstance(model, V41Model):
-        from ...models.v41.running import RunningV41  # late: it imports modules of this package
-
-        return RunningV41(model, *arguments)
-    return RunningModel(model, *arguments)
+        return RunningV41
+    fix = "pass a model that dsv4_compile.hf.convert or models.v41.load returned"
+    check(isinstance(model, CompilableForCausalLM), "E208", got=f"a {type(model).__name__}", fix=fix)
+    return RunningModel
 
 
 class RunningModel:
@@ -64,7 +59,7 @@ class RunningModel:
         graphs: str,
         drafts: bool = False,
     ) -> None:
-        self.model, self.vocab_size = model, model.config.vocab_size
+        self.model, self.stack, self.vocab_size = model, model.model, model.config.vocab_size
         width = model.dsv4_drafts.num_drafts + 1 if drafts else 1
         paged = cache_like(model.model, slots, max_seq_len, max(prefill_chunk, width)).paged
         self.max_seq_len, self.prefill_chunk = paged.max_seq_len, min(prefill_chunk, slots * paged.max_seq_len)
@@ -114,10 +109,25 @@ class RunningModel:
         self._head = compiled(model.lm_head) if invariant else model.lm_head
         self._weights: AddressCheck | None = None
         self._checked: Any = None
-        self._device, self._cache = device, model.model.dsv4_cache
+        self.device, self._cache = device, model.model.dsv4_cache
         self._ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._verified: set[Progress] = set()
         self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def in_step_of(model: Any) -> Any:
+        """Return the `InStep` of a split model, or None."""
+        return model.model.dsv4_in_step
+
+    def state_of_weights(self) -> Any:
+        """Return a value that differs after weights have changed."""
+        return self.stack.dsv4_snapshot
+
+    def shared_weights(self) -> list[Tensor]:
+        """Return the weights that all ranks have."""
+        models = [model for model in (self.model, self.model.dsv4_drafts) if isinstance(model, nn.Module)]
+        named = [pair for model in models for pair in model.named_parameters()]
+        return [tensor for name, tensor in named if split_of(name, self.model.dsv4_part[1]) is None]
 
     @property
     def statistics(self) -> Statistics:
@@ -197,7 +207,7 @@ class RunningModel:
             for runner in self._runners():
                 if not runner.sealed:
                     runner.warm_up()
-            self._weights = AddressCheck(lambda: named_tensors(self.model, "model"), self._device)
+            self._weights = AddressCheck(lambda: named_tensors(self.model, "model"), self.device)
         # A snapshot is of the layers, and another one after a change. The check holds the tensors, so ids are theirs.
         head = [(id(tensor), tensor.data_ptr()) for tensor in named_tensors(self.model.lm_head, "lm_head").values()]
         now = self.model.model.dsv4_snapshot, head

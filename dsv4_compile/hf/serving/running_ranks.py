@@ -17,16 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor, nn
-
 from ...errors import DSV4Error, check, error, fail
-from ...models.v41.model import V41Model
-from ...parallel import Ranks, agreement, split_of, watchdog
+from ...parallel import Ranks, agreement, watchdog
 from ...parallel.fake_group import is_fake
 from ...parallel.messages import Messages
 from ...runtime import groups
 from ..model.call_facts import fact, settings
-from ..model.in_step import is_agreed
+from ..model.in_step import InStep, is_agreed
 from .requests import Progress
 from .sampling import RequestSampling
 
@@ -38,18 +35,12 @@ _log = logging.getLogger("dsv4_compile.hf")
 _numbers = itertools.count()
 
 
-def ranks_of(model: Any) -> Ranks | None:
-    """Return the ranks that a converted model is split over, None if no other rank exists."""
-    in_step = _in_step_of(model)
+def ranks_of(in_step: Any) -> Ranks | None:
+    """Return the ranks of a model's `InStep`, None for a whole model and if no other rank exists."""
     if in_step is None or in_step.ranks.size == 1 or is_fake(in_step.ranks):
         return None
     ranks: Ranks = in_step.ranks
     return ranks
-
-
-def _in_step_of(model: Any) -> Any:
-    """Return what watches the calls of a split model, or None."""
-    return model.in_step if isinstance(model, V41Model) else model.model.dsv4_in_step
 
 
 @contextmanager
@@ -90,7 +81,8 @@ class RunningRanks:
     """A rank of a `RunningBatch`, which all ranks make together.
 
     Args:
-        model: the split model.
+        steps: of the split model, a `RunningModel` or `RunningV41`.
+        in_step: that of the model.
         arguments: of the batch, which must be equal on all ranks.
 
     Attributes:
@@ -101,8 +93,8 @@ class RunningRanks:
     Raises E702 on all ranks if arguments, settings or the weights that all have differ.
     """
 
-    def __init__(self, model: Any, arguments: Mapping[str, Any]) -> None:
-        self.model, self.in_step = model, _in_step_of(model)
+    def __init__(self, steps: Any, in_step: InStep, arguments: Mapping[str, Any]) -> None:
+        self._steps, self.in_step = steps, in_step
         self.ranks: Ranks = self.in_step.ranks
         self.leads, self.pending, self.closed = self.ranks.rank == 0, False, False
         self.ended: DSV4Error | None = None
@@ -113,10 +105,9 @@ class RunningRanks:
             agreement.check_agree(_CALL, facts, self.ranks)
         processes = self.in_step.processes
         self._messages = Messages(self.ranks, processes, "a RunningBatch", self.in_step.timeout)
-        device = model.device if isinstance(model, V41Model) else model.model.dsv4_cache.seq_lens.device
         self._watchdog: watchdog.Watchdog | None = None
-        if device.type == "cuda" and not self.ranks.symmetric:  # NCCL would wait for its own, longer timeout
-            work = watchdog.DeviceWork(device)
+        if steps.device.type == "cuda" and not self.ranks.symmetric:  # NCCL would wait for its own, longer timeout
+            work = watchdog.DeviceWork(steps.device)
             self._watchdog = watchdog.watch(self.ranks, processes, work, self.in_step.timeout)
         self._number = self._checksum = self._asked = 0
         self._process = os.getpid()
@@ -291,22 +282,11 @@ class RunningRanks:
 
     def _facts(self) -> dict[str, Any]:
         """Return what must be equal on all ranks where weights are read."""
-        plain = isinstance(self.model, V41Model)
-        stack = self.model if plain else self.model.model
-        facts = {name: repr(value) for name, value in settings(stack).items()}
-        snapshot = stack.state_of_weights() if plain else stack.dsv4_snapshot
-        if self._bits is None or (snapshot != self._bits[0] if plain else snapshot is not self._bits[0]):
-            self._bits = snapshot, agreement.digest(*self._shared_weights())
+        facts = {name: repr(value) for name, value in settings(self._steps.stack).items()}
+        state = self._steps.state_of_weights()
+        if self._bits is None or state != self._bits[0]:
+            self._bits = state, agreement.digest(*self._steps.shared_weights())
         return {**facts, "bits of weights that all ranks have": self._bits[1]}
-
-    def _shared_weights(self) -> list[Tensor]:
-        """Return the weights that all ranks have."""
-        if isinstance(self.model, V41Model):
-            return [tensor for name, tensor in self.model.named_parameters() if name in self.model.shared_weights]
-        layout = self.model.dsv4_part[1]
-        models = [model for model in (self.model, self.model.dsv4_drafts) if isinstance(model, nn.Module)]
-        named = [pair for model in models for pair in model.named_parameters()]
-        return [tensor for name, tensor in named if split_of(name, layout) is None]
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from ...errors import check
-from ...hf.serving.requests import Progress
-from ...hf.serving.sampling import COLUMNS, choose_tokens, likeliest_tokens
 from ...layout import PAD_INDEX
+from ...models.v41.calls import Prompt, check_mode, check_settings, default_device
+from ...models.v41.compiled import CompiledSteps
+from ...models.v41.model import V41Model
+from ...models.v41.prefill import LEAST_ROWS, Piece, chunk_of, run_chunk, tail_length, to_device
 from ...runtime import Statistics
 from ...runtime.start_times import spending
 from ...runtime.warmup import warming_up
-from .calls import Prompt, check_mode, check_settings, default_device
-from .compiled import CompiledSteps
-from .model import V41Model
-from .prefill import LEAST_ROWS, Piece, chunk_of, run_chunk, tail_length, to_device
+from .requests import Progress
+from .sampling import COLUMNS, choose_tokens, likeliest_tokens
 
 Slots = Sequence[Progress | None]
 """Request in each slot of the caches."""
@@ -48,14 +48,24 @@ class RunningV41:
         fix = "RunningBatch(model, slots=8, max_seq_len=4096)"
         check(max_seq_len is not None, "E201", got="a V41Model without max_seq_len", why="it has no cache", fix=fix)
         check_mode(model)
-        self.model, self.vocab_size = model, model.config.vocab_size
+        self.model, self.stack, self.vocab_size = model, model, model.config.vocab_size
+        self.state_of_weights = model.state_of_weights
         caches = model.new_caches(max_batch_size=slots, max_seq_len=max_seq_len, max_step_tokens=prefill_chunk)
         self.max_seq_len, self.prefill_chunk = caches.max_seq_len, min(prefill_chunk, slots * caches.max_seq_len)
-        self.caches, self._device = caches, model.device
-        self.graphs = ("cuda" if self._device.type == "cuda" else "off") if graphs == "auto" else graphs
+        self.caches, self.device = caches, model.device
+        self.graphs = ("cuda" if self.device.type == "cuda" else "off") if graphs == "auto" else graphs
         self._steps = CompiledSteps(model, caches, backend, options, graphs=self.graphs)
         self._tail = tail_length(model.config, "tail")
-        self._chosen = torch.zeros(slots, dtype=torch.int64, device=self._device)
+        self._chosen = torch.zeros(slots, dtype=torch.int64, device=self.device)
+
+    @staticmethod
+    def in_step_of(model: V41Model) -> Any:
+        """Return the `InStep` of a split model, or None."""
+        return model.in_step
+
+    def shared_weights(self) -> list[Tensor]:
+        """Return the weights that all ranks have."""
+        return [tensor for name, tensor in self.model.named_parameters() if name in self.model.shared_weights]
 
     @property
     def statistics(self) -> Statistics:
@@ -66,7 +76,7 @@ class RunningV41:
     def prepare(self, joins: bool) -> None:
         """Check the model before a step, and what graphs read before one where requests join."""
         check_mode(self.model)
-        check_settings(self._device)
+        check_settings(self.device)
         if joins and self._steps.captured is not None:
             self._steps.captured.check()
 
@@ -117,7 +127,7 @@ class RunningV41:
         if captured is None:
             rows += [(0, PAD_INDEX, PAD_INDEX)] * (LEAST_ROWS - count)
         sent = torch.tensor(rows, dtype=torch.int64, device="cpu").t().contiguous()
-        ids, positions, requests = to_device(sent, self._device)
+        ids, positions, requests = to_device(sent, self.device)
         if captured is None:
             # Not views: a graph is specialised on the sizes of their bases.
             with default_device():
@@ -140,9 +150,9 @@ class RunningV41:
         """Set the chosen token of each of `served`: logits `[N, vocab]`, likeliest tokens `[N]`."""
         if not all(progress.sampling.greedy for progress, _ in served):
             numbers = [progress.sampling.draw() for progress, _ in served]
-            sent = to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu").view(-1, COLUMNS), self._device)
+            sent = to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu").view(-1, COLUMNS), self.device)
             likeliest = choose_tokens(logits, sent, likeliest)
-        places = to_device(torch.tensor([slot for _, slot in served], device="cpu"), self._device)
+        places = to_device(torch.tensor([slot for _, slot in served], device="cpu"), self.device)
         self._chosen.index_copy_(0, places, likeliest)
 
 
