@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_compile.hf.start import MEANINGS
-from tests.tools.figures_v41 import layer
+from tests.tools import figures_v41 as v41
 
 Row = Mapping[str, Any]
 Render = Callable[[Mapping[str, list[Row]]], tuple[list[list[str]], list[Row]]]
@@ -65,8 +65,12 @@ def read_weights(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[R
     return lines, shown
 
 
+_V41_MODEL = "python examples/benchmarks/v41_model.py --unproven --out examples/results"
 _TABLES: Mapping[str, tuple[Render, str, str]] = {
-    "v41_layer": (layer, "v41_layer", "python examples/benchmarks/v41_layer.py --out examples/results"),
+    "v41_layer": (v41.layer, "v41_layer", "python examples/benchmarks/v41_layer.py --out examples/results"),
+    "v41_steps": (v41.steps, "v41_model", _V41_MODEL),
+    "v41_kernels": (v41.kinds, "v41_model", _V41_MODEL),
+    "v41_prompts": (v41.prompts, "v41_model", _V41_MODEL),
     "starts": (starts, "starts", "python examples/benchmarks/starts.py --out examples/results"),
     "new_lengths": (new_lengths, "new_lengths", "python tests/gpu/new_lengths.py --out examples/results"),
     "late_work": (late_work, "new_lengths", "python tests/gpu/new_lengths.py --out examples/results"),

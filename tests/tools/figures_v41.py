@@ -1,4 +1,4 @@
-"""Render the table of launches of a layer of DeepSeek-V4.1-Flash."""
+"""Render the tables of DeepSeek-V4.1-Flash: launches of a layer, and steps, kernels and prompts of the model."""
 
 from __future__ import annotations
 
@@ -35,3 +35,42 @@ def _sum(rows: list[Row], tokens: int, column: str) -> float | None:
     """The sum of the parts that every layer has, None if one was not measured."""
     times = [(row["times"], row.get(column)) for row in rows if row["tokens"] == tokens and row["layers"] == "every"]
     return None if any(us is None for _, us in times) else sum(count * us for count, us in times)
+
+
+def steps(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of decode steps: ms of each backend and floor, by context and batch."""
+    shown = _of(rows, "step")
+    backends = list(dict.fromkeys(row["backend"] for row in shown))
+    lines = [["context", "batch", *(f"{backend}, ms" for backend in backends), "floor, ms", "GB read"]]
+    for context, batch in dict.fromkeys((row["context"], row["batch"]) for row in shown):
+        here = {row["backend"]: row for row in shown if (row["context"], row["batch"]) == (context, batch)}
+        some = next(iter(here.values()))
+        cells = [f"{here[backend]['ms']:.2f}" if backend in here else "-" for backend in backends]
+        lines.append([f"{context:,}", str(batch), *cells, f"{some['floor_ms']:.2f}", f"{some['gb']:.1f}"])
+    return lines, shown
+
+
+def kinds(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of kernels of a step: launches, and ms of each kind."""
+    shown = [row for row in _of(rows, "kernels") if row.get("us")]
+    names = list(dict.fromkeys(kind for row in shown for kind in row["us"]))
+    lines = [["backend", "context", "batch", "launches", *(f"{name}, ms" for name in names), "sum, ms"]]
+    for row in shown:
+        cells = [f"{row['us'].get(name, 0.0) / 1e3:.2f}" for name in names]
+        head = [row["backend"], f"{row['context']:,}", str(row["batch"]), f"{row['launches']:,}"]
+        lines.append([*head, *cells, f"{row['kernels_ms']:.2f}"])
+    return lines, shown
+
+
+def prompts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of prompts: ms of one chunk, layers after the last source on all or a tail."""
+    shown = _of(rows, "prompt")
+    lines = [["backend", "tokens", "layers after the last source", "ms", "tokens a second"]]
+    for row in shown:
+        rate = f"{1e3 * row['tokens'] / row['ms']:,.0f}"
+        lines.append([row["backend"], f"{row['tokens']:,}", row["mode"], f"{row['ms']:,.1f}", rate])
+    return lines, shown
+
+
+def _of(rows: Mapping[str, list[Row]], what: str) -> list[Row]:
+    return [row for row in rows["v41_model"] if row["what"] == what]

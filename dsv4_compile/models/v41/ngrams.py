@@ -20,20 +20,26 @@ _LONE_SPACE, _UNKNOWN = "\ue000", "\ufffd"
 
 
 @functools.cache
+def consecutive_primes(least: int, count: int) -> tuple[int, ...]:
+    """Return the first primes from `least` on."""
+    import sympy  # type: ignore[import-untyped]  # late: it takes longer to import than this package
+
+    values = [least - 1]
+    for _ in range(count):
+        values.append(int(sympy.nextprime(values[-1])))
+    return tuple(values[1:])
+
+
+@functools.cache
 def primes(config: V41Config, layer: int) -> tuple[int, ...]:
     """Return the table sizes of a layer's hashes, those of 2-grams first: consecutive primes over all engram layers.
 
     Raises E205 if they do not add up to the rows that the configuration names.
     """
-    import sympy  # type: ignore[import-untyped]  # late: it takes longer to import than this package
-
     index = config.engram_layers.index(layer)
-    count, value = (config.engram_order - 1) * config.engram_heads, config.engram_vocab_size - 1
-    values = []
-    for _ in range((index + 1) * count):
-        value = int(sympy.nextprime(value))
-        values.append(value)
-    mine = tuple(values[index * count :])
+    count = (config.engram_order - 1) * config.engram_heads
+    values = consecutive_primes(config.engram_vocab_size, (index + 1) * count)
+    mine = values[index * count :]
     rows = config.engram_rows[index]
     got = f"an engram of {rows} rows in layer {layer}"
     check(sum(mine) == rows, "E205", got=got, why=f"its {count} primes from {mine[0]} on have {sum(mine)}")
