@@ -47,15 +47,15 @@ def topk_of(heads: int) -> int:
     return PRO_TOPK if heads >= PRO_HEADS else TOPK
 
 
-def random_cache(entries: int, generator: torch.Generator) -> Tensor:
+def random_cache(entries: int, generator: torch.Generator, block: int = BLOCK) -> Tensor:
     """Return `fp8_ds_mla` pages of random keys: every finite code, scales that make most values of order one."""
     device, page = generator.device, layout.FP8_DS_MLA
-    cache = layout.allocate_cache(CACHE, layout.cdiv(entries, BLOCK), BLOCK, device=device)
-    data, scale = cache.split((BLOCK * page.data, BLOCK * page.scale), dim=1)
+    cache = layout.allocate_cache(CACHE, layout.cdiv(entries, block), block, device=device)
+    data, scale = cache.split((block * page.data, block * page.scale), dim=1)
     codes = torch.randint(0, 256, data.shape, device=device, generator=generator, dtype=torch.uint8)
     data.copy_(torch.where((codes & 0x7F) == 0x7F, 0, codes))
-    rope = torch.randn(*data.shape[:1], BLOCK, layout.ROPE_DIM, device=device, generator=generator).bfloat16()
-    data.unflatten(1, (BLOCK, page.data))[..., layout.NOPE_DIM :].copy_(rope.view(torch.uint8))
+    rope = torch.randn(*data.shape[:1], block, layout.ROPE_DIM, device=device, generator=generator).bfloat16()
+    data.unflatten(1, (block, page.data))[..., layout.NOPE_DIM :].copy_(rope.view(torch.uint8))
     scale.copy_(torch.randint(117, 121, scale.shape, device=device, generator=generator))
     return cache
 

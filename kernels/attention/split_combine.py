@@ -37,6 +37,7 @@ MAX_PARTIAL_BYTES = 256 * 2**20
 CHUNK = 16
 MAX_REGISTERS = 128
 """Register limit of the combine kernel: with it, ptxas issues the loads of all partial results before the first use."""
+SM_REGISTERS = 65536
 WARPS = {torch.float32: 4, torch.float16: 2}
 """Warps by dtype of the partial results, so that a thread loads 16 bytes of 512 dims."""
 
@@ -63,6 +64,23 @@ class SplitPlan(NamedTuple):
     def variant(self) -> tuple[Any, ...]:
         """The part of the plan that kernels are compiled for."""
         return self.combined, self.dtype
+
+
+class Sizes(NamedTuple):
+    """Compile-time sizes of a launch that combines all partial results at once.
+
+    Attributes:
+        heads, dim, padded_dim: of a row. dtype: of attention's output, before it is rotated or quantised.
+        slots, tiles: splits that are loaded by one instruction, and how many of these. padded_splits: a power of two.
+    """
+
+    heads: int
+    dim: int
+    padded_dim: int
+    dtype: tl.dtype
+    slots: int
+    tiles: int
+    padded_splits: int
 
 
 class Partials(NamedTuple):
@@ -233,6 +251,79 @@ def combine_splits_kernel(
     store_rows(y, OutputRows(p_out, out_strides, p_scale, tokens, padded_tokens), token, head, H, D, EPILOGUE)
 
 
+@triton.jit
+def combine_at_once_kernel(
+    outputs,  # out, lse and scale, as those of combine_splits_kernel
+    partials,  # values, lse and unit, as those of combine_splits_kernel
+    p_sink,  # [H] float32 or None
+    rope,  # positions and table
+    strides,  # of outputs [T, H, D], the lse's tokens, sinks, positions and the table
+    counts,  # max_pos, splits, the launch's first token, tokens and padded tokens
+    SIZES: tl.constexpr,
+    PDL: tl.constexpr,  # launched before the previous kernel ends
+    EPILOGUE: tl.constexpr,
+):
+    """Combine the partial results of one head of one token, all of which are loaded before the first is used."""
+    pdl_prologue(PDL)
+    p_out, p_lse, p_scale = outputs
+    p_partial, p_partial_lse, p_partial_unit = partials
+    p_positions, p_table = rope
+    out_token_stride, out_head_stride, lse_stride, stride_sink, position_stride, row_stride, column_stride = strides
+    max_pos, splits, first_token, tokens, padded_tokens = counts
+    H: tl.constexpr = SIZES.heads
+    D: tl.constexpr = SIZES.dim
+    BLOCK_D: tl.constexpr = SIZES.padded_dim
+    SLOTS: tl.constexpr = SIZES.slots
+    TILES: tl.constexpr = SIZES.tiles
+    PADDED: tl.constexpr = SIZES.padded_splits
+    ROUND: tl.constexpr = SIZES.dtype
+    row = tl.program_id(0).to(tl.int64)
+    local, head = row // H, row % H
+    token = first_token + local
+    # Dims of a row that share one unit.
+    ROWS: tl.constexpr = 1 if p_partial_unit is None else 2
+    COLUMNS: tl.constexpr = BLOCK_D // ROWS
+    o_row = tl.arange(0, ROWS)
+    o_dim = (o_row * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
+    if EPILOGUE.inverse:
+        p_turn = p_table + table_row(tl.load(p_positions + token * position_stride), max_pos) * row_stride
+        cos, sin = load_cos_sin(p_turn, column_stride, True, BLOCK_D, EPILOGUE.rope)
+    p_row = p_partial + (local * splits * H + head) * D + o_dim[None, :, :]
+    p_row_lse = p_partial_lse + local * splits * H + head
+    o_split = tl.arange(0, PADDED)
+    every = tl.load(p_row_lse + o_split * H, mask=o_split < splits, other=float("-inf"))
+    lses, rows, units = (), (), ()
+    for i in tl.static_range(TILES):
+        split = i * SLOTS + tl.arange(0, SLOTS)
+        here = split < splits
+        lses += (tl.load(p_row_lse + split * H, mask=here, other=float("-inf")),)  # type: ignore[assignment]
+        m_row = here[:, None, None] & (o_dim < D)[None, :, :]
+        rows += (tl.load(p_row + (split * (H * D))[:, None, None], mask=m_row, other=0.0),)  # type: ignore[assignment]
+        if p_partial_unit is not None:
+            p_unit = p_partial_unit + ((local * splits + split) * H + head)[:, None] * ROWS + o_row[None, :]
+            units += (tl.load(p_unit, mask=here[:, None], other=0.0),)  # type: ignore[assignment]
+    top = tl.max(every)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(every - shift))
+    acc = tl.zeros([SLOTS, ROWS, COLUMNS], tl.float32)
+    for i in tl.static_range(TILES):
+        live = lses[i] > float("-inf")
+        weight = tl.exp2(lses[i] - shift)
+        # Selected, because a split that attends nothing was not written and may be NaN.
+        part = tl.where(live[:, None, None], rows[i], 0.0)
+        if p_partial_unit is not None:
+            part = part.to(tl.float32) * tl.where(live[:, None], units[i], 0.0)[:, :, None]
+        acc += part * weight[:, None, None]
+    factor, lse = finish_softmax(top, total, p_sink, stride_sink, head, True)
+    if p_lse is not None:
+        tl.store(p_lse + token * lse_stride + head, lse)
+    y = tl.reshape((tl.sum(acc, 0) * factor).to(ROUND), (1, BLOCK_D))
+    if EPILOGUE.inverse:
+        y = rotate(y.to(tl.float32), cos, -sin, EPILOGUE.rope)
+    out = OutputRows(p_out, (out_token_stride, out_head_stride), p_scale, tokens, padded_tokens)
+    store_rows(y, out, token, head, H, D, EPILOGUE)
+
+
 def combine_splits(
     into: Outputs,
     partials: Partials,
@@ -241,6 +332,7 @@ def combine_splits(
     dtype: torch.dtype,
     tokens: tuple[int, int],
     pdl: bool,
+    at_once: int = 0,
 ) -> None:
     """Write the outputs of a range of tokens.
 
@@ -248,13 +340,36 @@ def combine_splits(
         partials: of these tokens, from the first to before the second of `tokens`.
         dtype: of attention's output, before `fused` rotates or quantises it.
         pdl: the previous kernel on the stream calls `gdc_launch_dependents`, and this one may start while it runs.
+        at_once: warps of a program that loads all partial results at once, a power of two; 0 loads CHUNK at a time.
     """
     _, splits, heads, head_dim = partials.values.shape
     positions, position_stride, table, table_strides, max_pos = fused.rope()
     epilogue: Epilogue = fused.epilogue()
+    programs, padded_dim = ((tokens[1] - tokens[0]) * heads,), triton.next_power_of_2(head_dim)
+    lse_stride, stride_sink = into.lse_stride(), 0 if sink is None else sink.stride(0)
+    counts = splits, tokens[0], into.tokens(), into.padded_tokens()
+    options = {"PDL": pdl, "EPILOGUE": epilogue, "enable_fp_fusion": False, **pdl_option(pdl)}
+    device = partials.lse.device
+    if at_once:
+        padded_splits = triton.next_power_of_2(splits)
+        launch_kernel(
+            combine_at_once_kernel,
+            programs,
+            (into.out, into.lse, into.scale),
+            tuple(partials),
+            sink,
+            (positions, table),
+            (*into.strides(), lse_stride, stride_sink, position_stride, *table_strides),
+            (max_pos, *counts),
+            SIZES=Sizes(heads, head_dim, padded_dim, DTYPES[dtype], at_once, cdiv(splits, at_once), padded_splits),
+            num_warps=at_once,
+            **register_limit(device, min(255, SM_REGISTERS // (32 * at_once))),
+            **options,
+        )
+        return
     launch_kernel(
         combine_splits_kernel,
-        ((tokens[1] - tokens[0]) * heads,),
+        programs,
         into.out,
         into.lse,
         into.scale,
@@ -263,25 +378,19 @@ def combine_splits(
         positions,
         table,
         into.strides(),
-        into.lse_stride(),
-        0 if sink is None else sink.stride(0),
+        lse_stride,
+        stride_sink,
         position_stride,
         table_strides,
         max_pos,
-        splits,
-        tokens[0],
-        into.tokens(),
-        into.padded_tokens(),
+        *counts,
         H=heads,
         D=head_dim,
         ROUND=DTYPES[dtype],
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=padded_dim,
         SPLITS=min(splits, CHUNK),
         CHUNKS=cdiv(splits, CHUNK),
-        PDL=pdl,
-        EPILOGUE=epilogue,
         num_warps=WARPS[partials.values.dtype],
-        enable_fp_fusion=False,
-        **register_limit(partials.lse.device, MAX_REGISTERS),
-        **pdl_option(pdl),
+        **register_limit(device, MAX_REGISTERS),
+        **options,
     )

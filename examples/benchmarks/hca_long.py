@@ -1,0 +1,208 @@
+"""Check and time HCA attention of long contexts at decode: python examples/benchmarks/hca_long.py --out FOLDER
+
+A token attends its window and all HCA entries of its request, 8,192 at a million tokens, in pages of two that lie in
+any order. Compared are plans of the decode kernels for sm_90: the kernel and its tiling, into how many splits a row
+goes, and which kernel combines them. Every plan is checked against the reference within the tolerances of attention,
+and five runs bit by bit; then it is timed in CUDA graphs, warm and with as many argument sets in turn as exceed the L2
+cache, beside the floor of its bytes and, if it is installed, FlashMLA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from dsv4_compile import layout
+from dsv4_compile.bench import flash_mla, timing
+from dsv4_compile.bench import sparse_mla_decode as scenario
+from dsv4_compile.bench.record import environment, write_json
+from dsv4_compile.kernels.attention import sparse_mla_decode_sm90 as many
+from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as few
+from dsv4_compile.kernels.attention.common import decode_call
+from dsv4_compile.kernels.attention.sparse_mla_decode import launch_best
+from dsv4_compile.kernels.attention.split_combine import combine_splits
+from dsv4_compile.kernels.host.gpu import gpu_of
+from dsv4_compile.ops.common.define import REFERENCES
+from dsv4_compile.reference.attention.sparse_mla_decode import DecodeArguments
+from dsv4_compile.selection import costs
+
+HEADS, BLOCK = 64, layout.storage_block_size(layout.HCA_RATIO)
+SIZES = {f"{entries} x {batch}": (batch, entries) for entries, batch in itertools.product((8192, 1024), (1, 8, 32))}
+"""Requests, and entries of each."""
+RUNS, H200_SMS = 5, 132
+Arguments = tuple[Any, ...]
+
+
+class Plan(NamedTuple):
+    """A way to run a call.
+
+    Attributes:
+        block_h, block_n, warps: tiling of the kernel for few tokens; without them the kernel for many tokens runs.
+        splits: of a row; 0 leaves all to the launcher.
+        wide: warps of the kernel that combines all splits at once, 0 for the one that combines 16 at a time.
+    """
+
+    block_h: int = 0
+    block_n: int = 0
+    warps: int = 8
+    splits: int = 0
+    wide: int = 0
+
+    def __str__(self) -> str:
+        if self == Plan():
+            return "launcher"
+        tile = f"{self.block_h} x {self.block_n}, {self.warps} warps" if self.block_h else "many"
+        return f"{tile}, {self.splits} splits" + (f", combined by {self.wide} warps" if self.wide else "")
+
+
+def plans(batch: int, entries: int) -> list[Plan]:
+    """Return the plans that a size is timed with, today's first."""
+    blocks, halves = (scenario.WINDOW // n + layout.cdiv(entries, n) for n in (128, 64))
+    room = max(1, H200_SMS // batch)
+    if batch == 1 and entries > 1024:
+        found = [Plan(32, 128, 8, blocks, wide) for wide in (0, 8, 16)]
+        found += [Plan(64, 128, 8, blocks, 16), Plan(64, 64, 8, halves, 16), Plan(64, 64, 8, halves, 8)]
+        found += [Plan(16, 128, 8, layout.cdiv(blocks, 2), 16), Plan(32, 64, 8, blocks, 16), Plan(splits=blocks)]
+        found += [Plan(splits=blocks, wide=wide) for wide in (8, 16)]
+        found += [Plan(splits=layout.cdiv(halves, 3), wide=16), Plan(splits=halves, wide=16)]
+    elif batch == 1:
+        found = [Plan(block_h, 128, 8, blocks, wide) for block_h in (16, 32) for wide in (0, 8)]
+        found += [Plan(16, 64, 8, halves, 8), Plan(32, 64, 8, halves, 8), Plan(64, 64, 8, halves, 8)]
+    else:
+        near = min(room, halves)
+        near, half = min(room, halves), layout.cdiv(min(room, halves), 2)
+        found = [Plan(64, 128, 8, layout.cdiv(blocks, layout.cdiv(blocks, room))), Plan(32, 64, 8, half)]
+        found += [Plan(64, 64, 16, near), Plan(splits=half), Plan(splits=2 * room)]
+        found += [Plan(splits=layout.cdiv(halves, layout.cdiv(halves, room)), wide=wide) for wide in (4, 8)]
+        if entries <= 1024 and batch == 8:
+            found += [Plan(block_h, 128, 8, blocks) for block_h in (32, 64)]
+    return [Plan(), *dict.fromkeys(found)]
+
+
+def run(plan: Plan, *args: Any) -> tuple[Tensor, Tensor]:
+    """Run attention by a plan."""
+    call, gpu = decode_call(DecodeArguments(*args)), gpu_of(args[0].device)
+    if plan == Plan():
+        return launch_best(call)
+    combine = partial(combine_splits, at_once=plan.wide)
+    with mock.patch.object(many, "combine_splits", combine):
+        if not plan.block_h:
+            return many.launch(call, gpu, plan.splits)
+        blocks = sum(layout.cdiv(keys.indices.shape[1], plan.block_n) for keys in call.caches)
+        tiling = few.Tiling(*plan[:3], late=True, one_block=plan.splits >= blocks)
+        return few.launch(call, gpu, plan.splits, tiling=tiling)
+
+
+def arguments(batch: int, entries: int, seed: int, device: torch.device) -> Arguments:
+    """Return the arguments of `sparse_mla_decode` for a token of each request, with full rows."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def row(block: int, width: int) -> tuple[Tensor, Tensor, Tensor, int]:
+        cache = scenario.random_cache(batch * width, generator, block)
+        pages = torch.randperm(len(cache), device=device, generator=generator).view(batch, -1, 1)
+        slots = (pages * block + torch.arange(block, device=device)).flatten(1).int()
+        return cache, slots, torch.full((batch,), width, device=device, dtype=torch.int32), block
+
+    q = torch.randn(batch, HEADS, layout.HEAD_DIM, device=device, generator=generator).bfloat16()
+    sink = torch.randn(HEADS, device=device, generator=generator)
+    window = row(scenario.BLOCK, scenario.WINDOW)
+    return q, *window, scenario.CACHE, layout.HEAD_DIM**-0.5, sink, *row(BLOCK, entries)
+
+
+def check(size: str, plan: Plan) -> list[str]:
+    """Compare a plan with the reference, and five of its runs bit by bit; return what is wrong."""
+    args = arguments(*SIZES[size], 0, torch.device("cuda"))
+    try:
+        got = [run(plan, *args) for _ in range(RUNS)]
+        wrong = scenario.differs(got[0], REFERENCES[scenario.OP](*args))
+        equal = all(all(map(torch.equal, got[0], more)) for more in got[1:])
+    except Exception as error:
+        return [f"{size}: {plan}: {error!r}"[:300]]
+    return [f"{size}: {plan}: {wrong or 'its runs differ'}"] if wrong or not equal else []
+
+
+def kernels_us(calls: Sequence[Callable[[], Any]]) -> dict[str, float]:
+    """Return the mean time of each kernel of `calls` under the profiler."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        for call in calls:
+            call()
+            torch.cuda.synchronize()
+    total: dict[str, float] = defaultdict(float)
+    for event in profile.events():
+        if event.device_type.name == "CUDA":
+            total[event.name] += event.device_time / len(calls)
+    return {name: round(us, 2) for name, us in total.items()}
+
+
+def rows(sizes: Sequence[str], faults: Sequence[str], device: torch.device, until: float) -> Iterator[dict[str, Any]]:
+    """Time every size that there is time for before `until`, and every plan of it that is right."""
+    for size in sizes:
+        batch, entries = SIZES[size]
+        if time.monotonic() > until:
+            print(f"no time left for {size}")
+            continue
+        keys = scenario.WINDOW + entries
+        cost = costs.of(scenario.OP, T=batch, H=HEADS, D=layout.HEAD_DIM, K=keys, row=costs.row_bytes(scenario.CACHE))
+        floor = costs.floor_us(cost, costs.H200)
+        traffic = batch * keys * costs.row_bytes(scenario.CACHE)
+        sets = [arguments(batch, entries, seed, device) for seed in range(max(1, timing.cold_sets(traffic, device)))]
+        ways: dict[str, Callable[..., Any]] = {str(plan): partial(run, plan) for plan in plans(batch, entries)}
+        for name, prepare in flash_mla.if_installed(flash_mla.decode, HEADS).items():
+            try:
+                ways[name] = prepare()
+                wrong = scenario.differs(ways[name](*sets[0]), REFERENCES[scenario.OP](*sets[0]))
+            except Exception as error:
+                wrong = repr(error)[:200]
+            if wrong:
+                del ways[name]
+                print(f"{size}: {name}: {wrong}")
+        for name, call in ways.items():
+            if any(fault.startswith(f"{size}: {name}: ") for fault in faults):
+                continue
+            took = timing.measure(call, sets, device, cold=True)
+            kernels = kernels_us([partial(call, *args) for args in (sets * 5)[:5]])
+            print(
+                f"{size:10} {name:46} {took.us:8.2f} cold {took.cold_us:8.2f}  floor {floor:6.2f}  "
+                + " + ".join(f"{us:.1f}" for us in kernels.values()), flush=True,
+            )  # fmt: skip
+            yield {
+                "size": size, "plan": name, "us": round(took.us, 2), "cold_us": round(took.cold_us or 0, 2),
+                "floor_us": round(floor, 2), "kernels_us": kernels, "bytes": traffic, "sets": len(sets),
+            }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 1 if a plan is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--sizes", default=",".join(SIZES), help="entries x requests (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=35.0, help="begin no size later than that: %(default)s")
+    parser.add_argument("--out", metavar="FOLDER", help="write hca_long.json there")
+    args = parser.parse_args(argv)
+    begin, device, sizes = time.monotonic(), torch.device("cuda"), args.sizes.split(",")
+    todo = [(size, plan) for size in sizes for plan in plans(*SIZES[size])]
+    # Processes compile kernels at the same time; this one then reads them from Triton's cache.
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        faults = list(itertools.chain.from_iterable(pool.starmap(check, todo, 1)))
+    print(f"{time.monotonic() - begin:.0f} s of checks: " + ("; ".join(faults[:20]) or "all right"), flush=True)
+    said = "python examples/benchmarks/hca_long.py" + ("" if sizes == list(SIZES) else f" --sizes {args.sizes!r}")
+    record = {"scenario": "hca_long", **environment(device), "command": said, "faults": faults}
+    record["rows"] = list(rows(sizes, faults, device, begin + args.seconds))
+    if args.out:
+        print(f"written to {write_json(record, args.out)}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
