@@ -211,3 +211,13 @@ def _files(folder: Path, index: Mapping[str, str]) -> list[Path]:
         fix="download the safetensors files, or save the model with transformers' save_pretrained",
     )
     return files
+
+
+def without_drafts(checkpoint: Checkpoint) -> DSV4Error:
+    """Return the error of a folder that draft layers are asked of, and that has none."""
+    return error(
+        "E209",
+        got=f"no draft layers (mtp.*) in {checkpoint.folder}",
+        why='drafts="on" asks for them',
+        fix='drafts="auto" loads the model without them, or download the whole checkpoint',
+    )

@@ -15,7 +15,7 @@ from ...checkpoints.config_fields import DRAFTS, check_fields
 from ...checkpoints.header import Stored
 from ...checkpoints.json_text import read_json
 from ...config import DeepseekV4Config
-from ...errors import DSV4Error, check, error
+from ...errors import check
 from ..model.draft_kinds import KINDS
 from ..model.draft_model import PROJECTIONS, DraftProjection
 from ..model.draft_names import draft_name
@@ -142,16 +142,6 @@ class DraftPlanner(Planner):
             if name not in self.used:
                 why = f"no parameter of {self.model.kind} draft layers has this name"
                 self.problem(f"a tensor too many: {stored}", why)
-
-
-def without_drafts(checkpoint: Checkpoint) -> DSV4Error:
-    """Return the error of a folder that draft layers are asked of, and that has none."""
-    return error(
-        "E209",
-        got=f"no draft layers (mtp.*) in {checkpoint.folder}",
-        why='drafts="on" asks for them',
-        fix='drafts="auto" loads the model without them, or download the whole checkpoint',
-    )
 
 
 def describe_drafts(checkpoint: Checkpoint) -> str:

@@ -33,8 +33,8 @@ from ..model.convert import convert
 from ..model.draft_settings import check_step
 from ..model.split import check_splittable, on_all_ranks
 from ..model.warm_up import check_serving, compile_and_warm_up
-from .checkpoint import Checkpoint, Problems, read_checkpoint
-from .draft_placement import cache_bytes, describe_drafts, place_drafts, without_drafts
+from .checkpoint import Checkpoint, Problems, read_checkpoint, without_drafts
+from .draft_placement import cache_bytes, describe_drafts, place_drafts
 from .fill import fill
 from .folder_config import generation_config
 from .placement import Placement, hf, place, targets

@@ -6,6 +6,8 @@
 | entries, keys | each source, which the layers after it share | 64 entries | all of its entries |
 | state | sources of ratio 2 | - | a ring of tokens, float32 values and gates |
 | history | each engram | - | a ring of compressed token ids, for n-grams |
+
+Draft layers have windows alone, in `drafts`: caches of the same sizes, so that a token has one slot in all windows.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from ...errors import check, fail
 from ...rope_tables import cos_sin_cache
 from ...sizes import check_memory, check_optional_size, check_size, shown
 from .config import V41Config
+from .draft_config import V41DraftConfig
 
 GRID_OF = {"window": "mxfp8", "entries": "nvfp4", "keys": "mxfp4"}
 """Grid that DeepSeek's own code rounds rows of each cache to."""
@@ -82,8 +85,10 @@ class V41Caches:
         max_seq_len: most tokens of a request, prompt and answer together.
         max_step_tokens: most tokens that one step adds to one request (None = `max_seq_len`).
         cache_format: see `V41Format`.
+        drafts: draft layers that have windows, too, in the caches `drafts`; None for none.
 
-    Raises E204 for sizes that are no positive integers and E210 for caches that the device has no memory for.
+    Raises E204 for sizes that are no positive integers or too small for drafts, and E210 for caches that the device has
+    no memory for.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class V41Caches:
         max_step_tokens: int | None = None,
         cache_format: V41Format | None = None,
         device: torch.device | str | None = None,
+        drafts: V41DraftConfig | None = None,
     ) -> None:
         if cache_format is not None and not isinstance(cache_format, V41Format):
             fail(
@@ -108,6 +114,9 @@ class V41Caches:
         one = sum(tensor.untyped_storage().nbytes() for tensor in _tensors(*self._allocate(1, "meta")))
         what = f"caches for {self.max_batch_size} sequences of {self.max_seq_len} tokens"
         check_memory(what, one * self.max_batch_size, device)
+        self.drafts: V41Caches | None = None
+        if drafts is not None:
+            self.drafts = self._of_drafts(drafts, device)
         self.windows, self.sources, self.histories = self._allocate(self.max_batch_size, device)
         self.window_table = self._table(self._window_pages, layout.V41_WINDOW_BLOCK, self.max_seq_len, device)
         self.entry_tables = {
@@ -119,6 +128,24 @@ class V41Caches:
         # With dynamic=True, dims of graph inputs become symbols; those of caches and tables never change.
         for tensor in (*self.tensors(), self.window_table, *self.entry_tables.values(), *self.rope_tables):
             _compat.mark_static(tensor)
+
+    def _of_drafts(self, drafts: V41DraftConfig, device: torch.device | str | None) -> V41Caches:
+        """Return the caches of draft layers: rings that hold a window and the rows of a block or a step."""
+        check(
+            self.max_step_tokens >= drafts.step_tokens,
+            "E204",
+            got=f"max_step_tokens={self.max_step_tokens} with {drafts.block} drafts",
+            why="a step verifies the last token and its drafts",
+            fix=f"pass at least {drafts.step_tokens}, or drafts=False",
+        )
+        return V41Caches(
+            drafts.stage_config(self.config),
+            max_batch_size=self.max_batch_size,
+            max_seq_len=self.max_seq_len,
+            max_step_tokens=self.max_step_tokens,
+            cache_format=self.format,
+            device=device,
+        )
 
     @property
     def _window_pages(self) -> int:
@@ -174,13 +201,15 @@ class V41Caches:
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step writes."""
-        return _tensors(self.windows, self.sources, self.histories)
+        own = _tensors(self.windows, self.sources, self.histories)
+        return own if self.drafts is None else own + self.drafts.tensors()
 
     def named(self) -> dict[str, Any]:
         """Return every tensor that a step reads or writes, nested in mappings and sequences by name."""
         written = {"windows": self.windows, "sources": self.sources, "histories": self.histories}
         tables = {"window_table": self.window_table, "entry_tables": self.entry_tables}
-        return {**written, **tables, "rope_tables": self.rope_tables}
+        drafts = {} if self.drafts is None else {"drafts": self.drafts.named()}
+        return {**written, **tables, "rope_tables": self.rope_tables, **drafts}
 
     @property
     def nbytes(self) -> int:

@@ -199,7 +199,8 @@ class V41Config:
             ids = getattr(self, name)
             need(list(ids) == sorted(set(ids)) and set(ids) <= set(layers), f"{name}={list(ids)}")
         need(set(self.kv_sources) <= set(self.index_sources), "a layer with index keys and no indexer")
-        need(self.candidate_source in self.kv_sources, f"candidate_source={self.candidate_source}")
+        known = not self.kv_sources or self.candidate_source in self.kv_sources
+        need(known, f"candidate_source={self.candidate_source}")
         need(len(self.engram_rows) == len(self.engram_layers), f"{len(self.engram_rows)} engram tables")
         for layer in layers:
             kv, picks = self.sources(layer)

@@ -58,6 +58,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: V41Config, options: WeightOptions) -> None:
         super().__init__()
+        self.num_experts = config.num_experts
         self.quantize_input, self.limit = options.quantize_input, config.swiglu_limit
         self.routing = config.experts_per_token, config.routed_scaling_factor, config.gate_temperature
         self.gate = Gate(config, options)

@@ -70,8 +70,12 @@ def generate(
         if not ids:
             return []
         if caches is None:
-            sizes = {"max_batch_size": len(ids), "max_seq_len": max(map(len, ids)) + new, "max_step_tokens": chunk}
-            caches = model.new_caches(cache_format=cache_format, **sizes)
+            sizes: dict[str, Any] = {
+                "max_batch_size": len(ids),
+                "max_seq_len": max(map(len, ids)) + new,
+                "max_step_tokens": chunk,
+            }
+            caches = model.new_caches(cache_format=cache_format, drafts=False, **sizes)
         check_caches(model.config, caches)
         checked = check_prompts(caches, ids, None, None, more=new)
     captured = _captured(model, forward, len(ids)) if decode is None else None

@@ -40,6 +40,9 @@ class Site(nn.Module):
 class Layer(nn.Module):
     """Engram where there is one, attention and experts, each between a collapse and a return of the streams."""
 
+    is_tapped = False
+    """Whether draft layers read the mean of this layer's streams, before its mixing."""
+
     def __init__(self, config: V41Config, layer: int, options: WeightOptions) -> None:
         super().__init__()
         # Facts of the configuration that a graph branches on are attributes of modules: constants in every graph.
@@ -77,6 +80,7 @@ class Layer(nn.Module):
         caches: V41Caches,
         selection: Selection | None,
         tail: Tail | None = None,
+        taps: dict[int, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Step, Selection | None]:
         """Run the layer over streams `[T, N, D]`.
 
@@ -84,12 +88,15 @@ class Layer(nn.Module):
             pre: float32 `[T, N]`, coefficients of the site before.
             rows: rows of the engram's table, for a layer with one.
             tail: at the last source, the tokens that this and later layers run; all are inserted.
+            taps: takes the mean `[T, D]` of the streams after the engram, if draft layers read this layer's.
         Returns:
             Streams, pre, step and selection for the next layer, of the tail where there is one.
         """
         streams, x = self.insert(streams, pre, rows, step, caches)
         if tail is not None:
             streams, x, step = streams[tail.rows], x[tail.rows], step.at(tail.rows)
+        if taps is not None and self.is_tapped:
+            taps[self.layer] = streams.mean(1)
         attn_pre, post, comb = self.hc_attn(streams)
         z, selection = self.attn.attend(x, step, caches, selection)
         if tail is not None:

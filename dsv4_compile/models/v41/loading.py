@@ -15,7 +15,7 @@ from ...checkpoints.header import DTYPES
 from ...checkpoints.paths import open_inside, read_exactly
 from ...checkpoints.reader import Index, Reader
 from ...errors import DSV4Error, check, error, needs
-from ...hf.loading.checkpoint import Checkpoint, Problems, read_checkpoint
+from ...hf.loading.checkpoint import Checkpoint, Problems, read_checkpoint, without_drafts
 from ...hf.loading.fill import fill
 from ...hf.loading.placement import Piece, Placement
 from ...hf.loading.split_load import rank_pieces
@@ -50,6 +50,7 @@ def load(
     dequantize: bool = False,
     quantize_input: bool = True,
     token_map: Tensor | None = None,
+    drafts: str = "auto",
     mesh: DeviceMesh | None = None,
     expert_layout: str = "experts",
     collectives: str = "functional",
@@ -57,7 +58,7 @@ def load(
 ) -> V41Model:
     """Load a folder as DeepSeek publishes V4.1, and return its text model.
 
-    The vision tower and draft layers are not built; they are left out, and the log says so.
+    The vision tower is not built; it is left out, and the log says so.
 
     Args:
         path: folder with `config.json`, safetensors files and `tokenizer.json`.
@@ -66,6 +67,8 @@ def load(
         dequantize: make e4m3 and MXFP4 weights floating. Without it they stay as they are stored.
         quantize_input: round inputs of quantised weights to mxfp8, as DeepSeek's own kernels do.
         token_map: int32 `[vocab_size]`, compressed ids of tokens (None = from the folder's tokenizer).
+        drafts: draft layers (`mtp.*`), which become `model.mtp`. "auto" loads them if the folder has some, "on" raises
+            E209 if it has none, and "off" leaves them out, which the log says.
         mesh, expert_layout, collectives, rank_timeout: see `split`. A rank reads its part of the weights alone.
 
     Raises, before anything is allocated: E209 for a folder that is incomplete or damaged, E205 for other models, E207
@@ -75,13 +78,19 @@ def load(
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     floats = (torch.bfloat16, torch.float16, torch.float32)
     check(dtype in floats, "E201", got=f"{dtype=}", rule=f"dtype is one of {', '.join(map(str, floats))}")
+    modes = ("auto", "on", "off")
+    check(drafts in modes, "E201", got=f"drafts={drafts!r}", rule=f"drafts is one of {', '.join(modes)}")
     checkpoint = read_checkpoint(path)
-    placement = _placed(checkpoint)
+    if drafts == "on" and not checkpoint.drafts:
+        raise without_drafts(checkpoint)
+    placement = _placed(checkpoint, drafts != "off")
     config = placement.config
+    quantisation = {"quantised": not dequantize, "quantize_input": quantize_input and not dequantize}
     with torch.device("meta"):
-        model = V41Model(config, dtype, quantised=not dequantize, quantize_input=quantize_input and not dequantize)
+        model = V41Model(config, dtype, drafts=placement.drafts, **quantisation)
     parameters = dict(model.named_parameters())
-    pieces: Iterable[Piece] = (piece for tensor in placement.matched for piece in _pieces(tensor, parameters))
+    tensors = (*placement.matched, *placement.draft_tensors)
+    pieces: Iterable[Piece] = (piece for tensor in tensors for piece in _pieces(tensor, parameters))
     if mesh is not None:
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         ranks = ready_ranks(mesh, collectives, target)
@@ -110,10 +119,10 @@ def load(
     return model
 
 
-def _placed(checkpoint: Checkpoint) -> V41Placement:
+def _placed(checkpoint: Checkpoint, drafts: bool) -> V41Placement:
     """Return the places of a folder's tensors, or raise its first problem, with the number of others."""
     try:
-        placement = place(checkpoint)
+        placement = place(checkpoint, drafts=drafts)
     except DSV4Error as fault:
         if fault.code == "E207":  # missing layers: files that are missing explain it
             _raise_first(checkpoint, checkpoint.problems)
@@ -134,7 +143,7 @@ def _raise_first(checkpoint: Checkpoint, *groups: Problems) -> None:
 
 
 def _log_left_out(placement: V41Placement) -> None:
-    for what, left_out in (("vision tower", placement.vision), ("draft layers", placement.drafts)):
+    for what, left_out in (("vision tower", placement.vision), ("draft layers", placement.left_out)):
         if left_out:
             size = sum(stored.nbytes for stored in left_out) / 1e9
             _log.warning("%s not built: %d tensors, %.2f GB, are not loaded", what, len(left_out), size)
@@ -190,7 +199,8 @@ def _fill(
     for name, parameter in parameters.items():
         if parameter.dtype is torch.float8_e8m0fnu:
             check_scales(parameter.view(torch.uint8), name)
-    storages = {tensor.weight.name: tensor.expected.storage for tensor in placement.matched}
+    tensors = (*placement.matched, *placement.draft_tensors)
+    storages = {tensor.weight.name: tensor.expected.storage for tensor in tensors}
     files = {stored.file for piece in changed for stored in (piece.stored, piece.scale) if stored is not None}
     with ExitStack() as opened:
         readers = {file: opened.enter_context(Reader(checkpoint.sources[file])) for file in sorted(files)}

@@ -16,6 +16,8 @@ from ...parallel import Ranks, all_gather, all_reduce
 from .cache import V41Caches, V41Format
 from .calls import check_step
 from .config import V41Config
+from .draft_config import V41DraftConfig
+from .drafts import V41Drafts
 from .layers import Layer
 from .linear import Linear, Norm, WeightOptions
 from .step import Step, Tail, make_step
@@ -28,6 +30,7 @@ class V41Model(nn.Module):
         dtype: of activations and floating weights.
         quantised: weights stay e4m3 and e2m1, as they are published; otherwise they are of `dtype`.
         quantize_input: inputs of quantised weights are rounded to mxfp8 first, as DeepSeek's own kernels do.
+        drafts: draft layers `mtp`, None for none. A step writes what they read of its tokens into `caches.drafts`.
 
     Weights are uninitialised; `load` fills them. `token_map`, int32 `[vocab_size]`, holds the tokens' compressed ids.
     A rank of a split model, see `split`, has the rows of embedding and head from `first_token` on.
@@ -43,7 +46,13 @@ class V41Model(nn.Module):
     """Drafts, as a `RunningBatch` asks for them: none is built."""
 
     def __init__(
-        self, config: V41Config, dtype: torch.dtype, *, quantised: bool = False, quantize_input: bool = False
+        self,
+        config: V41Config,
+        dtype: torch.dtype,
+        *,
+        quantised: bool = False,
+        quantize_input: bool = False,
+        drafts: V41DraftConfig | None = None,
     ) -> None:
         super().__init__()
         options = WeightOptions(dtype, quantised=quantised, quantize_input=quantize_input)
@@ -53,6 +62,9 @@ class V41Model(nn.Module):
         self.engram_layers = config.engram_layers
         self.embed = Linear(config.vocab_size, config.hidden_size, dtype)
         self.layers = nn.ModuleList(Layer(config, i, options) for i in range(config.num_layers))
+        self.mtp = None if drafts is None else V41Drafts(config, drafts, options)
+        for layer in self._stack():
+            layer.is_tapped = drafts is not None and layer.layer in drafts.taps
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, dtype)
         self.head = Linear(config.vocab_size, config.hidden_size, dtype)
         self.token_map: Tensor
@@ -73,9 +85,13 @@ class V41Model(nn.Module):
         """Configuration with `eos_token_id`, which ends requests of a `RunningBatch`."""
         return self.config
 
-    def new_caches(self, *, cache_format: V41Format | None = None, **sizes: Any) -> V41Caches:
-        """Return caches on the model's device. `sizes` are those of `V41Caches`; `cache_format` is the model's own."""
-        return V41Caches(self.config, cache_format=cache_format, device=self.device, **sizes)
+    def new_caches(self, *, cache_format: V41Format | None = None, drafts: bool = True, **sizes: Any) -> V41Caches:
+        """Return caches on the model's device. `sizes` are those of `V41Caches`; `cache_format` is the model's own.
+
+        Without `drafts`, steps write nothing for draft layers.
+        """
+        settings = self.mtp.config if drafts and self.mtp is not None else None
+        return V41Caches(self.config, cache_format=cache_format, device=self.device, drafts=settings, **sizes)
 
     def forward(
         self,
@@ -136,11 +152,15 @@ class V41Model(nn.Module):
         """Return the streams after the last layer and their coefficients pre, of the tail if there is one."""
         streams, pre, rows, step = self._begin(ids, positions, requests, caches)
         selection = None
+        taps: dict[int, Tensor] | None = None if caches.drafts is None else {}
         for layer in self._stack():
             at_source = tail if layer.is_last_source else None
             streams, pre, step, selection = layer(
-                streams, pre, rows.get(layer.layer), step, caches, selection, at_source
+                streams, pre, rows.get(layer.layer), step, caches, selection, at_source, taps
             )
+        if self.mtp is not None and taps is not None:
+            assert caches.drafts is not None
+            self.mtp.inject(taps, step, caches.drafts)
         return streams, pre
 
     def _stack(self) -> list[Layer]:
@@ -155,9 +175,13 @@ class V41Model(nn.Module):
         step = make_step(ids, positions, requests, caches, **sizes)
         known = torch.where((ids >= 0) & (ids < self.vocab), ids, 0)
         rows = self.engram_rows(known, step, caches)
-        embedded = self._embedded(known)
+        return *self.first_streams(known), rows, step
+
+    def first_streams(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the streams `[T, 4, D]` of ids of the vocabulary, and the coefficients pre before the first layer."""
+        embedded = self._embedded(ids)
         streams = embedded[:, None].expand(-1, self.streams, -1).contiguous()
-        return streams, self.first_pre(streams), rows, step
+        return streams, self.first_pre(streams)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Return the embeddings `[T, D]` of ids of the vocabulary."""

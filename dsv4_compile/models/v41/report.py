@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from ...errors import DSV4Error
 from ...hf.loading.checkpoint import Checkpoint
@@ -28,8 +29,14 @@ def folder_rows(checkpoint: Checkpoint) -> tuple[list[tuple[str, str, str, str]]
     engrams = ", ".join(map(str, config.engram_layers))
     rows.append(_row("layers", f"{config.num_layers} ({counts}); engrams at {engrams}; {experts}"))
     rows += [_row(kind, _gigabytes(size)) for kind, size in stored_kinds(placement.matched).items()]
+    if (drafts := placement.drafts) is not None:
+        size = _gigabytes(sum(tensor.nbytes for tensor in placement.draft_tensors))
+        value = f"{drafts.stages} layers of {drafts.num_experts} experts, {drafts.block} drafts a step; {size}"
+        reads = ", ".join(map(str, drafts.taps))
+        rows.append(_row("draft layers", value, f'read the inputs of layers {reads}; drafts="off" leaves them out'))
     rows += _left_out(placement)
-    caches = V41Caches(config, max_batch_size=BATCH, max_seq_len=TOKENS, max_step_tokens=512, device="meta").nbytes
+    sizes: dict[str, Any] = {"max_batch_size": BATCH, "max_seq_len": TOKENS, "max_step_tokens": 512}
+    caches = V41Caches(config, device="meta", drafts=drafts, **sizes).nbytes
     memory = f"{_gigabytes(placement.nbytes)} of weights, {_gigabytes(caches)} of caches for {BATCH} x {TOKENS}"
     rows.append(_row("memory", memory, "tables of the engram included, which lie on the device"))
     return rows, list(placement.problems.kept), placement.problems.count
@@ -39,10 +46,9 @@ _KINDS = {0: "window only", 2: "of ratio 2", 1: "of ratio 1"}
 
 
 def _left_out(placement: V41Placement) -> Iterable[tuple[str, str, str, str]]:
-    for name, tensors in (("vision tower", placement.vision), ("draft layers", placement.drafts)):
-        if tensors:
-            size = _gigabytes(sum(stored.nbytes for stored in tensors))
-            yield _row(name, f"{size} in {len(tensors)} tensors", "not built: not loaded")
+    if placement.vision:
+        size = _gigabytes(sum(stored.nbytes for stored in placement.vision))
+        yield _row("vision tower", f"{size} in {len(placement.vision)} tensors", "not built: not loaded")
 
 
 def _row(name: str, value: str, note: str = "", level: str = "ok") -> tuple[str, str, str, str]:

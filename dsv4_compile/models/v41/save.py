@@ -13,8 +13,9 @@ from ...errors import check, needs
 from ...layout import FP8_MAX, MX_TILE, cdiv
 from ...reference.common.quant import quantize_mxfp4, quantize_tiles, to_e4m3, ue8m0_byte, ue8m0_scale
 from .config import _NAMES, MODEL_TYPE, TEXT_TYPE, V41Config
+from .draft_config import V41DraftConfig
 from .model import V41Model
-from .tensors import E2M1, E4M3, F32, ROWS, expected_tensors
+from .tensors import E2M1, E4M3, F32, ROWS, model_tensors
 
 _FLOOR = 2.0**-100
 """Magnitude of the smallest block's largest element, so that blocks of zeros have a scale."""
@@ -32,8 +33,8 @@ def quantized_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return to_e4m3(weight / scale), byte.to(torch.uint8)
 
 
-def official_config(config: V41Config) -> dict[str, Any]:
-    """Return the content of a `config.json` for a configuration."""
+def official_config(config: V41Config, drafts: V41DraftConfig | None = None) -> dict[str, Any]:
+    """Return the content of a `config.json` for a configuration, and for draft layers if there are some."""
     text = {_NAMES.get(name, name): getattr(config, name) for name in config.__slots__}
     for name in ("yarn", "image_token_id"):
         del text[name]
@@ -46,6 +47,8 @@ def official_config(config: V41Config) -> dict[str, Any]:
             "beta_fast": yarn.beta_fast,
             "beta_slow": yarn.beta_slow,
         }
+    if drafts is not None:
+        text |= drafts.to_json()
     return {
         "architectures": ["DeepseekV41ForCausalLM"],
         "model_type": MODEL_TYPE,
@@ -63,7 +66,7 @@ def official_config(config: V41Config) -> dict[str, Any]:
 
 @torch.no_grad()
 def save_folder(model: V41Model, folder: str | Path, *, tokenizer: str | None = None) -> None:
-    """Write a model with floating weights as an official folder with one safetensors file.
+    """Write a model with floating weights, draft layers included, as an official folder with one safetensors file.
 
     Args:
         folder: made if it does not exist.
@@ -79,7 +82,8 @@ def save_folder(model: V41Model, folder: str | Path, *, tokenizer: str | None = 
     quantised = any(parameter.dtype is torch.float8_e4m3fn for parameter in parameters.values())
     check(not quantised, "E201", got="a model with quantised weights", rule="floating weights are saved")
     tensors: dict[str, Tensor] = {}
-    for expected in expected_tensors(model.config):
+    drafts = None if model.mtp is None else model.mtp.config
+    for expected in model_tensors(model.config, drafts):
         value = parameters[expected.parameter].detach().float().cpu()
         value = value if expected.expert is None else value[expected.expert]
         if expected.rows is not None:
@@ -100,6 +104,6 @@ def save_folder(model: V41Model, folder: str | Path, *, tokenizer: str | None = 
         tensors[expected.scale] = byte.contiguous().view(torch.float8_e8m0fnu)
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(path / "model.safetensors"))
-    (path / "config.json").write_text(json.dumps(official_config(model.config), indent=1), encoding="utf-8")
+    (path / "config.json").write_text(json.dumps(official_config(model.config, drafts), indent=1), encoding="utf-8")
     if tokenizer is not None:
         (path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")

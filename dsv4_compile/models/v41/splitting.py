@@ -8,8 +8,8 @@
 | embedding, head | token |
 | engram | rows of the table, rows of the projection |
 
-All else is on every rank: the latents' projections, compressors, indexers, hyper-connections and router. A layer has
-two all-reduces, one with an engram a third, and a gather.
+All else is on every rank: the latents' projections, compressors, indexers, hyper-connections and router, and heads of
+drafts. A layer, or a draft layer, has two all-reduces, one with an engram a third, and a gather.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ...layout import MX_TILE
 from ...parallel import Ranks, agreement, watchdog
 from ...parallel.split import Split, Whole, check_divides, check_layout, part_of
 from .config import V41Config
+from .draft_config import V41DraftConfig
 from .layers import Layer
 from .model import V41Model
 
@@ -36,7 +37,7 @@ _EXPERTS = {
     "experts": {"w13": Split(0), "w2": Split(0)},
     "rows": {"w13": Split(1, 2), "w2": Split(2)},
 }
-_WHERE = r"layers\.\d+\."
+_WHERE = r"(?:layers|mtp)\.\d+\."
 _TABLE = _WHERE + r"engram\.embed(_scale)?"
 _RULES: tuple[tuple[str, Split], ...] = (
     (r"(embed|head)\.weight", Split(0)),
@@ -58,8 +59,10 @@ def split_of(name: str, expert_layout: str) -> Split | None:
     return next((how for pattern, how in _RULES if re.fullmatch(pattern, name)), None)
 
 
-def sizes(config: V41Config, expert_layout: str, *, quantised: bool) -> list[Whole]:
-    """Return the sizes that ranks divide, in blocks of scales if weights are `quantised`."""
+def sizes(
+    config: V41Config, expert_layout: str, *, quantised: bool, drafts: V41DraftConfig | None = None
+) -> list[Whole]:
+    """Return the sizes that ranks divide, those of `drafts` too, in blocks of scales if weights are `quantised`."""
     unit = MX_TILE if quantised else 1
     divided = [
         Whole("tokens in the vocabulary", config.vocab_size),
@@ -73,6 +76,8 @@ def sizes(config: V41Config, expert_layout: str, *, quantised: bool) -> list[Who
         divided.append(Whole("rows of the engram's projection", (config.hc_mult + 1) * config.hidden_size, unit))
     if expert_layout == "experts":
         divided.append(Whole("experts", config.num_experts))
+        if drafts is not None:
+            divided.append(Whole("experts of a draft layer", drafts.num_experts))
     return divided
 
 
@@ -83,7 +88,8 @@ def keep_part(model: V41Model, ranks: Ranks, expert_layout: str, *, quantised: b
     """
     check(model.ranks is None, "E701", got="a model that is split already", fix="split a whole model")
     check_layout(expert_layout)
-    check_divides(sizes(model.config, expert_layout, quantised=quantised), ranks)
+    drafts = None if model.mtp is None else model.mtp.config
+    check_divides(sizes(model.config, expert_layout, quantised=quantised, drafts=drafts), ranks)
     for name, parameter in model.named_parameters():
         if (how := split_of(name, expert_layout)) is not None:
             ragged = re.fullmatch(_TABLE, name) is not None
@@ -92,11 +98,11 @@ def keep_part(model: V41Model, ranks: Ranks, expert_layout: str, *, quantised: b
     named = [name for name, _ in model.named_parameters()]
     model.shared_weights = frozenset(name for name in named if split_of(name, expert_layout) is None)
     model.ranks, model.first_token = ranks, ranks.part(config.vocab_size)[0]
-    for layer in cast("list[Layer]", list(model.layers)):
+    for layer in cast("list[Layer]", [*model.layers, *(model.mtp or ())]):
         attn, ffn = layer.attn, layer.ffn
         attn.ranks = ffn.ranks = ranks
         attn.heads, attn.groups = config.num_heads // ranks.size, config.o_groups // ranks.size
-        ffn.first_expert = ranks.part(config.num_experts)[0] if expert_layout == "experts" else 0
+        ffn.first_expert = ranks.part(ffn.num_experts)[0] if expert_layout == "experts" else 0
         if layer.has_engram:
             rows = config.engram_rows[config.engram_layers.index(layer.layer)]
             layer.engram.ranks, layer.engram.first_row = ranks, ranks.part(rows)[0]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ...layout import MX_TILE, cdiv
 from .config import V41Config
+from .draft_config import V41DraftConfig
 
 BF16, F32, E4M3, E2M1, ROWS = "BF16", "F32", "e4m3", "e2m1", "e4m3 rows"
 """Storage: floating, e4m3 with a scale for 32x32, MXFP4 bytes, and e4m3 with a scale for each row and 32 columns."""
@@ -58,11 +59,35 @@ def expected_tensors(config: V41Config) -> Iterator[Expected]:
     for name, shape in (("embed", (vocab, hidden)), ("head", (vocab, hidden)), ("norm", (hidden,))):
         yield _floating(name, shape)
     for layer in range(config.num_layers):
-        yield from _layer(config, layer)
+        yield from _layer(config, layer, f"layers.{layer}")
 
 
-def _layer(config: V41Config, layer: int) -> Iterator[Expected]:
-    prefix, hidden, dim = f"layers.{layer}", config.hidden_size, config.head_dim
+def draft_tensors(config: V41Config, drafts: V41DraftConfig) -> Iterator[Expected]:
+    """Yield the tensors of the draft layers: a layer for each stage, and heads before the first and after the last."""
+    hidden, vocab, rank = config.hidden_size, config.vocab_size, drafts.markov_rank
+    stage_config, last = drafts.stage_config(config), f"mtp.{drafts.stages - 1}"
+    for stage in range(drafts.stages):
+        yield from _layer(stage_config, stage, f"mtp.{stage}")
+    yield _scaled("mtp.0.main_proj", (hidden, len(drafts.taps) * hidden))
+    for name, shape in (
+        ("mtp.0.main_norm", (hidden,)),
+        (f"{last}.norm", (hidden,)),
+        (f"{last}.markov_head.embed", (vocab, rank)),
+        (f"{last}.markov_head.head", (vocab, rank)),
+        (f"{last}.confidence_head.proj", (1, hidden + rank)),
+    ):
+        yield _floating(name, shape)
+
+
+def model_tensors(config: V41Config, drafts: V41DraftConfig | None) -> Iterator[Expected]:
+    """Yield the tensors of the text model, and of draft layers if it has some."""
+    yield from expected_tensors(config)
+    if drafts is not None:
+        yield from draft_tensors(config, drafts)
+
+
+def _layer(config: V41Config, layer: int, prefix: str) -> Iterator[Expected]:
+    hidden, dim = config.hidden_size, config.head_dim
     for norm in ("attn_norm", "ffn_norm"):
         yield _floating(f"{prefix}.{norm}", (hidden,))
     mixes = (config.hc_mult + 2) * config.hc_mult

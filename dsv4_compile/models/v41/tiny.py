@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from .config import V41Config
+from .draft_config import V41DraftConfig
 from .model import V41Model
 from .ngrams import token_map
-from .tensors import expected_tensors
+from .tensors import model_tensors
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -43,6 +44,10 @@ TINY: dict[str, Any] = {
     "image_token_id": -1,
 }
 """Sizes in which every kind of layer, source and selection occurs within 40 tokens."""
+TINY_DRAFTS = V41DraftConfig(
+    stages=3, block=5, noise_token=63, taps=(5, 6, 7), markov_rank=16, num_experts=4, experts_per_token=2
+)
+"""Draft layers of `TINY`."""
 
 
 def tiny_config(**overrides: Any) -> V41Config:
@@ -55,14 +60,20 @@ def tiny_token_map(config: V41Config) -> torch.Tensor:
     return token_map(config, [token % config.engram_compressed_vocab for token in range(config.vocab_size)])
 
 
-def tiny_model(seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> V41Model:
-    """Return a random `tiny_config` model with floating weights, on the CPU."""
+def tiny_model(
+    seed: int = 0, *, dtype: torch.dtype = torch.float32, drafts: V41DraftConfig | None = None, **overrides: Any
+) -> V41Model:
+    """Return a random `tiny_config` model with floating weights, on the CPU, with draft layers if there are `drafts`.
+
+    The target's weights do not depend on them.
+    """
     config, generator = tiny_config(**overrides), torch.Generator().manual_seed(seed)
     with torch.device("cpu"):
-        model = V41Model(config, dtype)
+        model = V41Model(config, dtype, drafts=drafts)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name in sorted({expected.parameter for expected in expected_tensors(config)}):
+        names = {expected.parameter for expected in model_tensors(config, drafts)}
+        for name in sorted(names, key=lambda name: (name.startswith("mtp."), name)):
             tensor = parameters[name]
             if name.endswith(("norm.weight", "q_weight", "k_weight", "scale")):
                 tensor.normal_(1.0, 0.1, generator=generator)

@@ -11,3 +11,9 @@ from tests.models.v41.worked import worked_model
 @pytest.fixture(scope="session")
 def worked() -> V41Model:
     return worked_model()
+
+
+@pytest.fixture(scope="session")
+def worked_drafts() -> V41Model:
+    """The model with worked numbers, with its draft layers."""
+    return worked_model(drafts=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.models.v41.model import V41Model
-from dsv4_compile.models.v41.tensors import E2M1, Expected, expected_tensors
-from dsv4_compile.models.v41.tiny import tiny_config, tiny_token_map
+from dsv4_compile.models.v41.tensors import E2M1, Expected, model_tensors
+from dsv4_compile.models.v41.tiny import TINY_DRAFTS, tiny_config, tiny_token_map
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 TOKENS = 40
@@ -54,7 +54,7 @@ def values(expected: Expected) -> Tensor:
 def fill(model: V41Model) -> V41Model:
     """Fill a model with floating weights."""
     parameters = dict(model.named_parameters())
-    for expected in expected_tensors(model.config):
+    for expected in model_tensors(model.config, None if model.mtp is None else model.mtp.config):
         tensor = parameters[expected.parameter]
         target = tensor if expected.expert is None else tensor[expected.expert]
         if expected.rows is not None:
@@ -64,5 +64,5 @@ def fill(model: V41Model) -> V41Model:
     return model
 
 
-def worked_model(dtype: torch.dtype = torch.float32) -> V41Model:
-    return fill(V41Model(tiny_config(), dtype))
+def worked_model(dtype: torch.dtype = torch.float32, *, drafts: bool = False) -> V41Model:
+    return fill(V41Model(tiny_config(), dtype, drafts=TINY_DRAFTS if drafts else None))
