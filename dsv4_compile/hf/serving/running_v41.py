@@ -48,7 +48,9 @@ class RunningV41:
         fix = "RunningBatch(model, slots=8, max_seq_len=4096)"
         check(max_seq_len is not None, "E201", got="a V41Model without max_seq_len", why="it has no cache", fix=fix)
         check_mode(model)
-        sizes = {"max_batch_size": slots, "max_seq_len": max_seq_len, "max_step_tokens": prefill_chunk}
+        self.model, self.stack, self.vocab_size = model, model, model.config.vocab_size
+        self.state_of_weights = model.state_of_weights
+        sizes: dict[str, Any] = {"max_batch_size": slots, "max_seq_len": max_seq_len, "max_step_tokens": prefill_chunk}
         caches = model.new_caches(drafts=False, **sizes)
         self.max_seq_len, self.prefill_chunk = caches.max_seq_len, min(prefill_chunk, slots * caches.max_seq_len)
         self.caches, self.device = caches, model.device
