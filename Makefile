@@ -53,11 +53,12 @@ demo: install  ## a small DeepSeek-V4 from transformers, compiled and compared w
 
 # Lint takes one core for a minute or two, so it runs during the tests; its output follows theirs if it found something.
 # Inductor compiles a program for each kind of vector instructions that the CPU names, unless it is told that g++ can.
+# With more than one thread each process that compiles starts two more, which would build Triton's kernels for a GPU.
 ISA = $(shell echo 'int main() {}' | $${CXX:-g++} -x c++ -march=native -fsyntax-only - 2> /dev/null && echo TORCHINDUCTOR_VEC_ISA_OK=1)
 test: install  ## style, types and all tests
 	@mkdir -p build
 	$(MAKE) --no-print-directory lint > build/lint.log 2>&1 & lint=$$!; \
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 SYMPY_CACHE_SIZE=100000 TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 $(ISA) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 SYMPY_CACHE_SIZE=100000 TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 TORCHINDUCTOR_COMPILE_THREADS=1 $(ISA) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); \
 	tested=$$?; wait $$lint && echo "lint: nothing found" || { cat build/lint.log; exit 1; }; exit $$tested
 
 .PHONY: test-isa

@@ -29,6 +29,7 @@ IMPORTED = (
     "tests.support.quick_interpreter",
     "torch._dynamo",
     "triton.runtime.interpreter",
+    "dsv4_compile.testing",
 )
 
 if INTERPRETED:
