@@ -14,7 +14,7 @@ import multiprocessing
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.bench import timing
 from dsv4_compile.bench.record import environment, write_json
-from dsv4_compile.kernels.indexer.indexer_logits import SELECT_TILE
+from dsv4_compile.kernels.indexer.indexer_logits import RAGGED_SELECT_TILE, SELECT_TILE
 from dsv4_compile.kernels.indexer.select_groups import select_from_groups
 from dsv4_compile.kernels.indexer.select_topk import KeyRows, select
 from dsv4_compile.ops.common.define import REFERENCES
@@ -46,6 +46,8 @@ SIZES = {
     "mixed x 8": [1 << 20, 16384, 131072, 2048, 524288, 4096, 65536, 0],
 }  # fmt: skip
 """Tokens of context of each request."""
+PROMPTS = (2048, 32768), (1024, 131072)
+"""Tokens of a prompt and entries of a token: their selection alone is timed."""
 SPREADS = ("normal", "equal", "ties", "outlier", "infinities", "exponents", "clusters", "rising", "subnormal", "nan")
 Arguments = tuple[Any, ...]
 
@@ -168,15 +170,17 @@ def kernels_us(calls: Sequence[Any]) -> dict[str, float]:
     return {name: round(us, 2) for name, us in total.items()}
 
 
-def selections(contexts: Sequence[int], names: Sequence[str], device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Return calls of each selection alone, from random keys."""
+def selections(
+    contexts: Sequence[int], names: Sequence[str], device: torch.device, tile: tuple[int, int] = SELECT_TILE
+) -> dict[str, partial[Any]]:
+    """Return calls of each selection alone, from random keys; `tile` is that of parts."""
     tokens, reach = len(contexts), max(contexts) // RATIO
     keys = torch.randn(tokens, layout.align_up(reach, 256), device=device).view(torch.int32)
     keys ^= (keys >> 31) & 0x7FFFFFFF
     lens = torch.tensor([context // RATIO for context in contexts], dtype=torch.int32, device=device)
     entries = KeyRows(keys, torch.arange(tokens, dtype=torch.int32, device=device), lens, tokens, reach)
     out = torch.empty(tokens, TOPK, dtype=torch.int32, device=device)
-    calls: dict[str, Callable[[], Any]] = {"parts": partial(select, out, entries, SELECT_TILE)}
+    calls: dict[str, partial[Any]] = {"parts": partial(select, out, entries, tile)}
     for name in names:
         columns, warps = CONFIGURATIONS[name]["groups"]
         if columns:
@@ -211,23 +215,42 @@ def rows(sizes: Sequence[str], device: torch.device, until: float) -> Iterator[d
             }  # fmt: skip
 
 
+def prompts(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Time the selections of all tokens of a chunk of a prompt."""
+    for tokens, entries in PROMPTS:
+        calls = selections([entries * RATIO] * tokens, list(CONFIGURATIONS)[1:], device, RAGGED_SELECT_TILE)
+        calls["parts"]()
+        out = calls["parts"].args[0]
+        want = out.clone()
+        for name, call in calls.items():
+            out.fill_(-2)
+            call()
+            equal = torch.equal(out, want)
+            us = round(timing.measure(call, [()], device).us, 1)
+            print(f"{tokens} x {entries:7} {name:24} {us:8.1f} {'' if equal else 'differs'}", flush=True)
+            yield {"size": f"{tokens} x {entries}", "configuration": name, "select_us": us, "equal": equal}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 1 if a selection differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--sizes", default=",".join(SIZES), help="%(default)s")
+    parser.add_argument("--prompts", action="store_true", help="time selections of many tokens too")
     parser.add_argument("--no-checks", action="store_true", help="compare on the timed inputs alone")
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no size later than that: %(default)s")
     parser.add_argument("--out", metavar="FOLDER", help="write indexer_long.json there")
     args = parser.parse_args(argv)
-    begin, device, sizes = time.monotonic(), torch.device("cuda"), args.sizes.split(",")
+    begin, device, sizes = time.monotonic(), torch.device("cuda"), [size for size in args.sizes.split(",") if size]
     names = [] if args.no_checks else list(CONFIGURATIONS)[1:]
     # Processes compile kernels at the same time; this one then reads them from Triton's cache.
-    with multiprocessing.get_context("spawn").Pool(len(names) + len(sizes)) as pool:
+    with multiprocessing.get_context("spawn").Pool(max(1, len(names) + len(sizes))) as pool:
         checks = [pool.map_async(check, names, 1), pool.map_async(warm, sizes, 1)]
         faults = list(itertools.chain.from_iterable(fault for run in checks for fault in run.get()))
     print(f"{time.monotonic() - begin:.0f} s of checks: " + ("; ".join(faults[:20]) or "all equal"), flush=True)
     record = {"scenario": "indexer_long", **environment(device), "faults": faults}
     record["rows"] = list(rows(sizes, device, begin + args.seconds))
+    if args.prompts:
+        record["prompts"] = list(prompts(device))
     if args.out:
         print(f"written to {write_json(record, args.out)}")
     return 1 if faults else 0

@@ -156,6 +156,7 @@ def values_of(values: list[float], starts: list[int], ends: list[int]) -> tuple[
         pytest.param([-INF, 1.0, INF, -2.0, INF], id="infinities"),
         pytest.param([NAN, 1.0, NAN, -2.0, -INF], id="NaN loses to minus infinity"),
         pytest.param([NAN] * 6, id="NaN alone"),
+        pytest.param([1e-40, -1e-40, 0.0, 2e-40, -2e-40, 1.5e-40], id="subnormal"),
         pytest.param((torch.arange(60) % 5).float().tolist(), id="many ties"),
     ],
 )
@@ -173,6 +174,27 @@ def test_nothing_to_see_gives_padding() -> None:
     assert select(*none, 4).tolist() == [[-1] * 4] * 3
     no_tokens = [x[:0] if i in (0, 1, 2) else x for i, x in enumerate(args)]
     assert select(*no_tokens, 4).shape == (0, 4)
+
+
+def test_a_chunk_of_a_long_prompt_takes_no_more_memory_for_scores_than_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens, rows, seen = 8192, 131072, list[tuple[int, int]]()
+
+    def score(call: RaggedScoreCall, *_: Any) -> None:
+        seen.append((call.op.q.shape[0], call.out.untyped_storage().nbytes()))
+
+    monkeypatch.setattr(kernel, "score_ragged", score)
+    monkeypatch.setattr(kernel, "select", lambda out, keys, tile: None)
+    with torch.device("meta"):
+        q = torch.empty(tokens, 64, 128, dtype=torch.float8_e4m3fn)
+        k, k_scale = torch.empty(rows, 128, dtype=torch.uint8), torch.empty(rows, 4, dtype=torch.uint8)
+        bounds = torch.empty(tokens, dtype=torch.int32)
+        args = q, torch.empty(tokens, 64, 0), torch.empty(tokens, 64), k, k_scale, bounds, bounds, "indexer_fp8", 512
+    kernel.indexer_logits_topk_ragged(RaggedTopkArguments(*args))
+    assert seen == [(1024, reference.MAX_LOGITS_BYTES)] * 8 and reference.MAX_LOGITS_BYTES == 512 << 20
+    kernel.indexer_logits_topk_ragged(RaggedTopkArguments(*args, 100 << 20))
+    assert sum(count for count, _ in seen[8:]) == tokens and max(size for _, size in seen[8:]) <= 100 << 20
 
 
 def test_unsupported_calls_name_the_limit_and_the_value() -> None:
