@@ -205,7 +205,8 @@ def why_unsupported_batch_metadata(op: BatchMetadataArguments) -> str:
         return f"it counts entries of {CSA_RATIO} and {HCA_RATIO} tokens, these are {list(op.ratios)}"
     for name in WRITTEN:
         value = getattr(op, name)
-        for number, buffer in enumerate([value] if isinstance(value, Tensor) else value):
+        # A graph does not tell the buffers that it mutates.
+        for number, buffer in enumerate([value] if isinstance(value, Tensor) else value or ()):
             if buffer.shape[0] and buffer.stride(-1) != 1 and buffer.shape[-1] > 1:
                 where = name if isinstance(value, Tensor) else f"{name} {number}"
                 return f"the last dim of {where} is contiguous, this one has stride {buffer.stride(-1)}"

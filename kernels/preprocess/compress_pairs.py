@@ -185,14 +185,14 @@ def compress_pairs(
 def why_unsupported_compress_pairs(
     values: Tensor,
     gates: Tensor,
-    state: Tensor,
+    state: Tensor | None,
     positions: Tensor,
     requests: Tensor,
     norm_weight: Tensor,
     norm_eps: float,
 ) -> str:
-    """Return why the kernel does not support a call, "" if it does."""
-    dim, rows = values.shape[1], state.shape[1]
+    """Return why the kernel does not support a call, "" if it does. A graph does not tell the state that it mutates."""
+    dim, rows = values.shape[1], None if state is None else state.shape[1]
     if isinstance(dim, int) and not 0 < dim <= MAX_DIM:
         return f"there are {dim} channels, supported are 1 to {MAX_DIM}"
     if isinstance(rows, int) and rows > MAX_ROWS:
