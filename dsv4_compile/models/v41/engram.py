@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ...layout import MX_TILE
 from ...parallel import Ranks, all_gather, all_reduce
 from .config import V41Config
+from .fetch import TableRows, fetch, take
 from .linear import WeightOptions, linear_of, parameter
 from .ngrams import multipliers, primes
 
@@ -21,6 +22,8 @@ class Engram(nn.Module):
 
     ranks: Ranks | None = None
     first_row = 0
+    ahead = False
+    """Whether rows are fetched at the beginning of a step: of a table in host memory."""
 
     def __init__(self, config: V41Config, layer: int, options: WeightOptions) -> None:
         super().__init__()
@@ -39,15 +42,19 @@ class Engram(nn.Module):
         self.register_buffer("multipliers", numbers[0], persistent=False)
         self.register_buffer("primes", numbers[1], persistent=False)
 
-    def rows(self, ids: Tensor, positions: Tensor, requests: Tensor, history: Tensor) -> Tensor:
-        """Return int64 `[T, K]` rows of the table for compressed ids, and note the ids in `history`."""
+    def rows(self, ids: Tensor, positions: Tensor, requests: Tensor, history: Tensor) -> TableRows:
+        """Return the rows `[T, K]` of the table for compressed ids, and note the ids in `history`."""
         constants = self.multipliers, self.primes, self.pad
-        out: Tensor = torch.ops.dsv4.engram_rows(ids, positions, requests, history, *constants)
-        return out
+        numbers = torch.ops.dsv4.engram_rows(ids, positions, requests, history, *constants) - self.first_row
+        return TableRows(numbers, fetch(numbers, self.embed, self.embed_scale) if self.ahead else None)
 
-    def forward(self, streams: Tensor, rows: Tensor, is_image: Tensor) -> Tensor:
+    def forward(self, streams: Tensor, rows: TableRows, is_image: Tensor) -> Tensor:
+        numbers, values = rows
         # A row that this rank does not have is zero here, so the sum over ranks is exact.
-        embedded = torch.ops.dsv4.engram_embed(rows - self.first_row, self.embed, self.embed_scale)
-        keys_value = all_gather(self.wkv(all_reduce(embedded.to(streams.dtype), self.ranks)), self.ranks)
+        if values is None:
+            embedded = torch.ops.dsv4.engram_embed(numbers, self.embed, self.embed_scale).to(streams.dtype)
+        else:
+            embedded = take(values, numbers, streams.dtype)
+        keys_value = all_gather(self.wkv(all_reduce(embedded, self.ranks)), self.ranks)
         out: Tensor = torch.ops.dsv4.engram_gate(streams, keys_value, self.q_weight, self.k_weight, is_image, self.eps)
         return out

@@ -13,6 +13,7 @@ from .cache import V41Caches
 from .config import V41Config
 from .engram import Engram
 from .experts import MoE
+from .fetch import TableRows
 from .linear import Norm, WeightOptions, parameter
 from .step import Step, Tail
 
@@ -62,7 +63,7 @@ class Layer(nn.Module):
         return out
 
     def insert(
-        self, streams: Tensor, pre: Tensor, rows: Tensor | None, step: Step, caches: V41Caches
+        self, streams: Tensor, pre: Tensor, rows: TableRows | None, step: Step, caches: V41Caches
     ) -> tuple[Tensor, Tensor]:
         """Write this layer's rows of caches; return the streams after the engram, and attention's input `[T, D]`."""
         if self.has_engram and rows is not None:
@@ -75,7 +76,7 @@ class Layer(nn.Module):
         self,
         streams: Tensor,
         pre: Tensor,
-        rows: Tensor | None,
+        rows: TableRows | None,
         step: Step,
         caches: V41Caches,
         selection: Selection | None,

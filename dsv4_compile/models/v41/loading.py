@@ -24,12 +24,12 @@ from ...loading import check_scales
 from ...parallel import watchdog
 from ...reference.common.block_scale import dequantize_weight
 from ...reference.common.quant import dequantize_mxfp4, dequantize_tiles
-from ...sizes import check_memory
 from .config import V41Config
 from .model import V41Model
 from .ngrams import compressed_ids
 from .placement import Found, V41Placement, place
 from .splitting import keep_part, on_all_ranks, ready_ranks, split_of, watch
+from .tables import empty_like, lock_tables, on_host
 from .tensors import E2M1, E4M3
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def load(
     quantize_input: bool = True,
     token_map: Tensor | None = None,
     drafts: str = "auto",
+    engram: str = "auto",
     mesh: DeviceMesh | None = None,
     expert_layout: str = "experts",
     collectives: str = "functional",
@@ -62,13 +63,15 @@ def load(
 
     Args:
         path: folder with `config.json`, safetensors files and `tokenizer.json`.
-        device: where the model goes, engram tables included (None = the GPU if there is one, else the CPU).
+        device: where the model goes (None = the GPU if there is one, else the CPU).
         dtype: of activations and floating weights: bfloat16, float16 or float32.
         dequantize: make e4m3 and MXFP4 weights floating. Without it they stay as they are stored.
         quantize_input: round inputs of quantised weights to mxfp8, as DeepSeek's own kernels do.
         token_map: int32 `[vocab_size]`, compressed ids of tokens (None = from the folder's tokenizer).
         drafts: draft layers (`mtp.*`), which become `model.mtp`. "auto" loads them if the folder has some, "on" raises
             E209 if it has none, and "off" leaves them out, which the log says.
+        engram: where its tables go: "device", "host" for locked memory that a GPU reads rows of, or "auto", the device
+            if that leaves a tenth of its free memory.
         mesh, expert_layout, collectives, rank_timeout: see `split`. A rank reads its part of the weights alone.
 
     Raises, before anything is allocated: E209 for a folder that is incomplete or damaged, E205 for other models, E207
@@ -99,15 +102,16 @@ def load(
     table = folder_token_map(checkpoint.folder, config) if token_map is None else token_map
     good = table.dtype is torch.int32 and tuple(table.shape) == (config.vocab_size,)
     check(good, "E201", got=f"token_map {table.dtype} {list(table.shape)}", rule=f"int32 [{config.vocab_size}]")
-    size = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-    check_memory("weights, tables of the engram included", size, target)
+    host = on_host(model, engram, target)
     _log_left_out(placement)
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=target)
+                empty = empty_like(f"{prefix}.{name}", parameter, target, host)
                 module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
     _fill(model, pieces, placement, checkpoint, target)
+    if host:
+        lock_tables(model, target)
     model.token_map.copy_(table)
     for module in model.modules():
         for name, buffer in list(module._buffers.items()):
@@ -195,7 +199,9 @@ def _fill(
     changed: list[Piece] = []
     for piece in pieces:
         (direct if piece.scale is None else changed).append(piece)
-    fill(Placement(model, pieces=direct), checkpoint.sources, device)
+    for where in dict.fromkeys(parameters[piece.target].device for piece in direct):
+        here = [piece for piece in direct if parameters[piece.target].device == where]
+        fill(Placement(model, pieces=here), checkpoint.sources, where)
     for name, parameter in parameters.items():
         if parameter.dtype is torch.float8_e8m0fnu:
             check_scales(parameter.view(torch.uint8), name)

@@ -18,6 +18,7 @@ from .calls import check_step
 from .config import V41Config
 from .draft_config import V41DraftConfig
 from .drafts import V41Drafts
+from .fetch import TableRows
 from .layers import Layer
 from .linear import Linear, Norm, WeightOptions
 from .step import Step, Tail, make_step
@@ -169,7 +170,7 @@ class V41Model(nn.Module):
 
     def _begin(
         self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches
-    ) -> tuple[Tensor, Tensor, dict[int, Tensor], Step]:
+    ) -> tuple[Tensor, Tensor, dict[int, TableRows], Step]:
         """Return streams and pre before the first layer, the rows of engrams, and the step."""
         sizes = {"window": self.window, "image_token": self.image_token}
         step = make_step(ids, positions, requests, caches, **sizes)
@@ -198,7 +199,7 @@ class V41Model(nn.Module):
         first[:, 0] = 1.0
         return first
 
-    def engram_rows(self, ids: Tensor, step: Step, caches: V41Caches) -> dict[int, Tensor]:
+    def engram_rows(self, ids: Tensor, step: Step, caches: V41Caches) -> dict[int, TableRows]:
         """Return the rows of each engram's table, which depend on token ids alone."""
         compressed, stack = self.token_map[ids], self._stack()
         return {

@@ -38,7 +38,8 @@ def folder_rows(checkpoint: Checkpoint) -> tuple[list[tuple[str, str, str, str]]
     sizes: dict[str, Any] = {"max_batch_size": BATCH, "max_seq_len": TOKENS, "max_step_tokens": 512}
     caches = V41Caches(config, device="meta", drafts=drafts, **sizes).nbytes
     memory = f"{_gigabytes(placement.nbytes)} of weights, {_gigabytes(caches)} of caches for {BATCH} x {TOKENS}"
-    rows.append(_row("memory", memory, "tables of the engram included, which lie on the device"))
+    note = "tables of the engram included; where the device has no room for them, they go to host memory"
+    rows.append(_row("memory", memory, note))
     return rows, list(placement.problems.kept), placement.problems.count
 
 

@@ -29,6 +29,7 @@ from .config import V41Config
 from .draft_config import V41DraftConfig
 from .layers import Layer
 from .model import V41Model
+from .tables import TABLE
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +39,6 @@ _EXPERTS = {
     "rows": {"w13": Split(1, 2), "w2": Split(2)},
 }
 _WHERE = r"(?:layers|mtp)\.\d+\."
-_TABLE = _WHERE + r"engram\.embed(_scale)?"
 _RULES: tuple[tuple[str, Split], ...] = (
     (r"(embed|head)\.weight", Split(0)),
     (_WHERE + r"attn\.(wq_b|wo_a)\.\w+", Split(0)),
@@ -46,7 +46,7 @@ _RULES: tuple[tuple[str, Split], ...] = (
     (_WHERE + r"attn\.wo_b\.\w+", Split(1)),
     (_WHERE + r"ffn\.shared_experts\.w13(_scale)?", Split(0, 2)),
     (_WHERE + r"ffn\.shared_experts\.w2(_scale)?", Split(1)),
-    (_TABLE, Split(0)),
+    (TABLE.pattern, Split(0)),
     (_WHERE + r"engram\.wkv\.\w+", Split(0)),
 )
 _ROUTED = re.compile(_WHERE + r"ffn\.experts\.(w13|w2)(?:_scale)?")
@@ -87,12 +87,14 @@ def keep_part(model: V41Model, ranks: Ranks, expert_layout: str, *, quantised: b
     Raises E701, before anything is changed, if the ranks do not divide the model, or if it is split already.
     """
     check(model.ranks is None, "E701", got="a model that is split already", fix="split a whole model")
+    host = any(layer.has_engram and layer.engram.ahead for layer in model._stack())
+    check(not host, "E701", got="split of a model with tables in host memory", fix="v41.load(path, mesh=mesh)")
     check_layout(expert_layout)
     drafts = None if model.mtp is None else model.mtp.config
     check_divides(sizes(model.config, expert_layout, quantised=quantised, drafts=drafts), ranks)
     for name, parameter in model.named_parameters():
         if (how := split_of(name, expert_layout)) is not None:
-            ragged = re.fullmatch(_TABLE, name) is not None
+            ragged = TABLE.fullmatch(name) is not None
             parameter.data = part_of(parameter.data, how, ranks, ragged=ragged).clone()
     config = model.config
     named = [name for name, _ in model.named_parameters()]

@@ -15,6 +15,7 @@ from torch import Tensor
 from dsv4_compile.config import Rope
 from dsv4_compile.models.v41 import V41Caches, V41Config, V41Format, V41Model
 from dsv4_compile.models.v41.attention import Attention, Compressor, Selection
+from dsv4_compile.models.v41.fetch import TableRows
 from dsv4_compile.models.v41.layers import Layer
 from dsv4_compile.models.v41.step import Step
 from dsv4_compile.models.v41.tiny import TINY, tiny_config
@@ -72,7 +73,7 @@ def norm_of_each_head(patch: pytest.MonkeyPatch) -> None:
 def engram_after_the_layer(patch: pytest.MonkeyPatch) -> None:
     forward = Layer.forward
 
-    def late(self: Layer, streams: Tensor, pre: Tensor, rows: Tensor | None, step: Step, *args: Any) -> Any:
+    def late(self: Layer, streams: Tensor, pre: Tensor, rows: TableRows | None, step: Step, *args: Any) -> Any:
         streams, pre, after, selection = forward(self, streams, pre, None, step, *args)
         if rows is not None:
             streams = self.engram(streams, rows, step.is_image)
@@ -149,7 +150,7 @@ def test_ids_are_compressed_before_they_are_hashed(worked: V41Model) -> None:
         caches = worked.new_caches(max_batch_size=1, max_seq_len=8, cache_format=V41Format.plain())
         ids = torch.tensor([3, token])
         step = worked._begin(ids, torch.arange(2), torch.zeros(2).long(), caches)
-        rows.append(step[2][1])
+        rows.append(step[2][1].numbers)
     assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
 
 
