@@ -1,4 +1,4 @@
-"""Tests of calls that callers of transformers make with drafts besides plain ones; nothing is compiled."""
+"""Tests of calls with drafts that callers of transformers make, other than plain ones; nothing is compiled."""
 
 from __future__ import annotations
 
