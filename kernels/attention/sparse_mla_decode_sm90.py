@@ -67,7 +67,7 @@ from .prologue_epilogue_sm90 import (
 )
 from .split_combine import LN_2 as _LN_2
 from .split_combine import LOG2_E as _LOG2_E
-from .split_combine import combine_splits, new_partials, split_plan
+from .split_combine import combine_splits, new_partials, split_plan, warps_at_once
 
 HEADS, KEYS = BLOCK_H.value, 64
 MIN_HEADS = 33
@@ -501,6 +501,7 @@ def launch_variant(
         q.shape, head_blocks, blocks, variant.block_n, gpu, splits, bool(call.batch_invariant), variant.float16
     )
     partials = new_partials(plan, heads, head_dim, q)
+    at_once = 0 if call.batch_invariant else warps_at_once(plan.splits)
     positions, position_stride, table, table_strides, max_pos = fused.rope()
     for first in range(0, tokens, plan.tokens):
         end = min(tokens, first + plan.tokens)
@@ -544,5 +545,6 @@ def launch_variant(
             **pdl_option(True),
         )
         if partials is not None:
-            combine_splits(into, partials, call.sink, fused, torch.bfloat16, (first, end), supports_pdl(gpu))
+            pieces = first, end
+            combine_splits(into, partials, call.sink, fused, torch.bfloat16, pieces, supports_pdl(gpu), at_once)
     return into.pair()

@@ -10,7 +10,8 @@ one alone stays as it is. They are float32, or float16 to halve the traffic: eac
 the power of two that brings its largest finite number into [2^14, 2^15). The rounding error is an eighth of that of a
 bfloat16 output; numbers of 2^-28 of the largest or less are rounded to 2^-39 of it.
 
-The combine kernel runs one program for each head of each token and loads all its partial results at once.
+The combine kernels run one program for each head of each token: one loads CHUNK partial results at a time, the other,
+for the decode kernels for sm_90 and rows of many splits, all of them at once, with more warps.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ MAX_PARTIAL_BYTES = 256 * 2**20
 CHUNK = 16
 MAX_REGISTERS = 128
 """Register limit of the combine kernel: with it, ptxas issues the loads of all partial results before the first use."""
+AT_ONCE_WARPS, MAX_AT_ONCE = 8, 0
+"""Warps of a program that combines all partial results at once, and most of those: none until that is proven."""
 SM_REGISTERS = 65536
 WARPS = {torch.float32: 4, torch.float16: 2}
 """Warps by dtype of the partial results, so that a thread loads 16 bytes of 512 dims."""
@@ -128,6 +131,15 @@ def split_count(programs: int, blocks: int, gpu: Gpu) -> int:
     """
     most = max(1, gpu.sms // programs)
     return max(1, cdiv(blocks, max(1, cdiv(blocks, most))))
+
+
+def warps_at_once(splits: int) -> int:
+    """Return the warps of a program that combines so many splits at once; 0 to combine CHUNK at a time.
+
+    Up to CHUNK are one round of loads in any case. Batch-invariant calls do not ask: the order of a row's sums must not
+    depend on the number of splits of the longest one.
+    """
+    return AT_ONCE_WARPS if CHUNK < splits <= MAX_AT_ONCE else 0
 
 
 def new_partials(plan: SplitPlan, heads: int, head_dim: int, like: Tensor) -> Partials | None:
@@ -263,7 +275,7 @@ def combine_at_once_kernel(
     PDL: tl.constexpr,  # launched before the previous kernel ends
     EPILOGUE: tl.constexpr,
 ):
-    """Combine the partial results of one head of one token, all of which are loaded before the first is used."""
+    """Combine the partial results of one head of one token, which are all loaded before the first is used."""
     pdl_prologue(PDL)
     p_out, p_lse, p_scale = outputs
     p_partial, p_partial_lse, p_partial_unit = partials
@@ -310,10 +322,10 @@ def combine_at_once_kernel(
         live = lses[i] > float("-inf")
         weight = tl.exp2(lses[i] - shift)
         # Selected, because a split that attends nothing was not written and may be NaN.
-        part = tl.where(live[:, None, None], rows[i], 0.0)
+        share = tl.where(live[:, None, None], rows[i], 0.0)
         if p_partial_unit is not None:
-            part = part.to(tl.float32) * tl.where(live[:, None], units[i], 0.0)[:, :, None]
-        acc += part * weight[:, None, None]
+            share = share.to(tl.float32) * tl.where(live[:, None], units[i], 0.0)[:, :, None]
+        acc += share * weight[:, None, None]
     factor, lse = finish_softmax(top, total, p_sink, stride_sink, head, True)
     if p_lse is not None:
         tl.store(p_lse + token * lse_stride + head, lse)

@@ -70,7 +70,7 @@ def test_any_number_of_heads(tokens: int, heads: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("splits", [1, 2, 3, 10])
+@pytest.mark.parametrize("splits", [1, 2, 3, 10, 20, 72])
 @pytest.mark.parametrize("heads", [64, 128])
 def test_hostile_rows_and_poisoned_pages_however_they_are_split(kernel: str, splits: int, heads: int) -> None:
     args = on_gpu(sample(40, heads_of(kernel, heads), window=130, extra=517, fmt="fp8_ds_mla", **BF16))
@@ -129,7 +129,7 @@ def test_row_caches_of_every_dtype(fmt: str, dtype: torch.dtype, heads: int) -> 
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("splits", [1, 3, 10])
+@pytest.mark.parametrize("splits", [1, 3, 10, 40])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("heads", [64, 128])
 def test_hostile_rows_of_bfloat16(kernel: str, splits: int, fused: bool, heads: int) -> None:

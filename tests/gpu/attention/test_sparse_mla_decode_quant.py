@@ -42,6 +42,18 @@ def test_values_and_scales_are_those_of_inv_rope_fp8_quant(
         assert (rows[..., tokens:] == 0).all()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("splits", [17, 40, 72])
+def test_splits_that_are_combined_at_once(splits: int, packed: bool) -> None:
+    args = on_gpu(sample(3, 64, window=130, extra=1400, fmt="fp8_ds_mla", **BF16))
+    turn, how = rope(3), grouped(8, 8, packed)
+    for kernel in kernels_for(64):
+        out, _ = kernel(args, splits, **turn, q_norm_eps=EPS)
+        got = kernel(args, splits, **turn, q_norm_eps=EPS, inverse_rope=True, **how)
+        for a, b in zip(got, separate(out, turn, how), strict=True):
+            assert_bitwise(a, b, strides=True)
+
+
 @pytest.mark.parametrize("heads", [1, 8, 17, 32, 100])
 @pytest.mark.parametrize("packed", [False, True])
 def test_any_number_of_heads(heads: int, packed: bool) -> None:
