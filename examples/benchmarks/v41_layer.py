@@ -20,15 +20,18 @@ from torch import Tensor
 import dsv4_compile.ops  # noqa: F401  registers the ops
 from dsv4_compile.bench import timing
 from dsv4_compile.bench.record import environment, write_json
-from dsv4_compile.layout import MX_TILE, allocate_cache, cdiv, page_layout
+from dsv4_compile.layout import MX_TILE, allocate_cache, cdiv
 from dsv4_compile.models.v41.config import V41Config
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.ops.common.kernels import KERNELS, launcher, refusal
+from dsv4_compile.reference.common.row_format import store_rows
 
 TOKENS = (1, 8, 32, 128)
 MOST_SETS = 12
 PAGE = 64
 """Rows of a page of a cache."""
+STORED_ROWS = 65536
+"""Rows that are rounded at a time."""
 SLOW_REFERENCE = {"mx_experts"}
 """Ops with references that take every expert in turn: timed as calls of a stream, which takes no graph of them."""
 WRITES = {"rope_quantize_insert"}
@@ -121,13 +124,10 @@ class Layer:
             yield self.attention(picks)
 
     def cache(self, fmt: str, rows: int, channels: int) -> Tensor:
-        """Return a cache of pages of `PAGE` rows with random bytes, its scales near 1."""
+        """Return a cache of pages of `PAGE` rows, rounded from normal ones: no key outweighs the others."""
         cache = allocate_cache(fmt, cdiv(rows, PAGE), PAGE, channels, device=self.device)
-        page = page_layout(fmt, channels)
-        assert page is not None, "formats are quantised"
-        data, low = PAGE * page.data, 48 if fmt == "nvfp4" else 118
-        cache[:, :data] = self.bytes_(0, 126, cache.shape[0], data)
-        cache[:, data:] = self.bytes_(low, low + 8, cache.shape[0], cache.shape[1] - data)
+        for slots in torch.arange(cache.shape[0] * PAGE, device=self.device).split(STORED_ROWS):
+            store_rows(cache, fmt, PAGE, slots, self.randn(len(slots), channels))
         return cache
 
     def rope(self) -> Tensor:

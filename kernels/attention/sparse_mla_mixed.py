@@ -80,11 +80,17 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def load_keys(rows, slot, live, ROW: tl.constexpr, SHAPE: tl.constexpr):
-    """Load the rows at int32 `slot` `[N]` as `[N, BLOCK_D]` in the dtype of operands, zeros where not `live`."""
+def _fetch_block(rows, token, block, end, ROW: tl.constexpr, SHAPE: tl.constexpr):
+    """Load the stored bytes of a block of keys, and a mask of the keys there are; none from block `end` on."""
     BLOCK_D: tl.constexpr = SHAPE.block_dim
     FORMAT: tl.constexpr = ROW.fmt
-    page, offset = slot // ROW.page, slot % ROW.page
+    o_column = block * SHAPE.tiles.block_n + tl.arange(0, SHAPE.tiles.block_n)
+    p_slot = rows.p_slots + token * rows.slot_strides[0] + o_column.to(tl.int64) * rows.slot_strides[1]
+    slot = tl.load(p_slot, mask=(o_column < rows.width) & (block < end), other=-1)
+    live = (slot >= 0) & (slot < rows.capacity)
+    slot = tl.where(live, slot, -1).to(tl.int32)
+    safe = tl.maximum(slot, 0)
+    page, offset = safe // ROW.page, safe % ROW.page
     if ROW.quantised:
         # Bytes of the padding of BLOCK_D are 0, and so are its channels.
         BYTES: tl.constexpr = BLOCK_D * ROW.data // SHAPE.dim
@@ -94,47 +100,61 @@ def load_keys(rows, slot, live, ROW: tl.constexpr, SHAPE: tl.constexpr):
         p_data = (p_page + offset * ROW.data)[:, None] + o_byte
         data = tl.load(p_data, mask=live[:, None] & (o_byte < ROW.data), other=0)
         p_scale = (p_page + (ROW.page * ROW.data + offset * ROW.scale))[:, None] + o_scale
-        scale = tl.load(p_scale, mask=live[:, None] & (o_scale < ROW.scale), other=0)
-        k = dequantize(data, scale, FORMAT).to(SHAPE.dtype)
+        stored = data, tl.load(p_scale, mask=live[:, None] & (o_scale < ROW.scale), other=0)
     else:
-        signed = tl.where(live, slot, -1)
         scale_start = ROW.page * ROW.data
         stored = fetch_keys(
-            rows.p_cache, rows.cache_strides, signed, page, offset, scale_start, FORMAT, SHAPE.dim, BLOCK_D
+            rows.p_cache, rows.cache_strides, slot, page, offset, scale_start, FORMAT, SHAPE.dim, BLOCK_D
         )
+    return stored, live
+
+
+@triton.jit
+def _decode_block(stored, ROW: tl.constexpr, SHAPE: tl.constexpr):
+    """Convert stored bytes to keys `[BLOCK_N, BLOCK_D]` in the dtype of operands, zeros for no key."""
+    FORMAT: tl.constexpr = ROW.fmt
+    if ROW.quantised:
+        k = dequantize(stored[0], stored[1], FORMAT).to(SHAPE.dtype)
+    else:
         k = decode_keys(stored, None, FORMAT, SHAPE.dtype)
     return k
 
 
 @triton.jit
-def attend_block(q, rows, token, block, state, scale, ROW: tl.constexpr, SHAPE: tl.constexpr):
-    """Attend the keys of a block, and return the new state: top score, sum of weights, and weighted values."""
+def _attend_blocks(q, rows, token, begin, end, state, scale, ROW: tl.constexpr, SHAPE: tl.constexpr):
+    """Attend blocks of keys, and return the new state: top score, sum of weights, and weighted values.
+
+    The rows of the next block are loaded before the GEMMs of a block and decoded after them. Keys that a loop carries
+    pass through shared memory once for both GEMMs; decoded next to a GEMM they would be decoded for each, and on NVIDIA
+    GPUs Triton multiplies joined values wrong if fewer than 32 keys are summed.
+    """
     top, total, acc = state
     KEY_AXIS: tl.constexpr = 0 if SHAPE.tiles.keys_first else 1
     HEAD_AXIS: tl.constexpr = 1 - KEY_AXIS
-    o_column = block * SHAPE.tiles.block_n + tl.arange(0, SHAPE.tiles.block_n)
-    p_slot = rows.p_slots + token * rows.slot_strides[0] + o_column.to(tl.int64) * rows.slot_strides[1]
-    slot = tl.load(p_slot, mask=o_column < rows.width, other=-1)
-    live = (slot >= 0) & (slot < rows.capacity)
-    k = load_keys(rows, tl.where(live, slot, 0).to(tl.int32), live, ROW, SHAPE)
-    # [BLOCK_N, BLOCK_H] with keys first, else [BLOCK_H, BLOCK_N]
-    if SHAPE.tiles.keys_first:
-        scores = tl.dot(k, q, input_precision="ieee")
-    else:
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    scores = tl.where(tl.expand_dims(live, HEAD_AXIS), scores * scale, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, KEY_AXIS))
-    # -inf - -inf is NaN: a head without keys so far is shifted by zero.
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    rescale = tl.exp2(top - shift)
-    weights = tl.exp2(scores - tl.expand_dims(shift, KEY_AXIS))
-    total = total * rescale + tl.sum(weights, KEY_AXIS)
-    acc *= tl.expand_dims(rescale, KEY_AXIS)
-    if SHAPE.tiles.keys_first:
-        acc = tl.dot(tl.trans(k), weights.to(SHAPE.dtype), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(weights.to(SHAPE.dtype), k, acc, input_precision="ieee")
-    return new_top, total, acc
+    stored, live = _fetch_block(rows, token, begin, end, ROW, SHAPE)
+    k = _decode_block(stored, ROW, SHAPE)
+    for block in tl.range(begin, end, num_stages=1):
+        stored, next_live = _fetch_block(rows, token, block + 1, end, ROW, SHAPE)
+        # [BLOCK_N, BLOCK_H] with keys first, else [BLOCK_H, BLOCK_N]
+        if SHAPE.tiles.keys_first:
+            scores = tl.dot(k, q, input_precision="ieee")
+        else:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.where(tl.expand_dims(live, HEAD_AXIS), scores * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, KEY_AXIS))
+        # -inf - -inf is NaN: a head without keys so far is shifted by zero.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        rescale = tl.exp2(top - shift)
+        weights = tl.exp2(scores - tl.expand_dims(shift, KEY_AXIS))
+        total = total * rescale + tl.sum(weights, KEY_AXIS)
+        acc *= tl.expand_dims(rescale, KEY_AXIS)
+        if SHAPE.tiles.keys_first:
+            acc = tl.dot(tl.trans(k), weights.to(SHAPE.dtype), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(weights.to(SHAPE.dtype), k, acc, input_precision="ieee")
+        top, live = new_top, next_live
+        k = _decode_block(stored, ROW, SHAPE)
+    return top, total, acc
 
 
 @triton.jit(do_not_specialize=["splits", "first_token"])
@@ -190,11 +210,12 @@ def sparse_mla_mixed_kernel(
         acc = tl.zeros((BLOCK_D, BLOCK_H), tl.float32)
     else:
         acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-    for block in tl.range(begin, tl.minimum(end, window_blocks), num_stages=1):
-        top, total, acc = attend_block(q, window, token, block, (top, total, acc), scale, WINDOW, SHAPE)
+    state = top, total, acc
+    state = _attend_blocks(q, window, token, begin, tl.minimum(end, window_blocks), state, scale, WINDOW, SHAPE)
     if entries is not None:
-        for block in tl.range(tl.maximum(begin - window_blocks, 0), end - window_blocks, num_stages=1):
-            top, total, acc = attend_block(q, entries, token, block, (top, total, acc), scale, ENTRIES, SHAPE)
+        begin = tl.maximum(begin - window_blocks, 0)
+        state = _attend_blocks(q, entries, token, begin, end - window_blocks, state, scale, ENTRIES, SHAPE)
+    top, total, acc = state
 
     factor, lse = partial_softmax(top, total)
     acc *= tl.expand_dims(factor, KEY_AXIS)
@@ -211,14 +232,12 @@ def sparse_mla_mixed_kernel(
     tl.store(p_out + o_row[:, None] * D + o_dim, out, mask=m_out)
 
 
-def choose_tiles(gpu: Gpu, heads: int, dtype: torch.dtype) -> Tiles:
-    """Return tiles for `heads` heads and operands of `dtype` that fit registers and shared memory of the GPU."""
-    if dtype is torch.float32:
+def choose_tiles(gpu: Gpu, dtype: torch.dtype) -> Tiles:
+    """Return tiles for operands of `dtype` that fit registers and shared memory of the GPU."""
+    if dtype is torch.float32 or gpu.backend == "hip":
         return Tiles(16, 16, 4)
-    if heads <= 16:
-        return Tiles(16, 16, 4)
-    # More keys of a block spill on NVIDIA GPUs.
-    return Tiles(32, 16, 4 if gpu.backend == "hip" else 8)
+    # More heads spill on NVIDIA GPUs.
+    return Tiles(16, 64, 8)
 
 
 class Problem(NamedTuple):
@@ -251,7 +270,7 @@ def problem_of(a: MixedArguments) -> Problem:
 @functools.lru_cache(1024)
 def plan(problem: Problem, tokens: int, gpu: Gpu, splits: int = 0, tiles: Tiles | None = None) -> DecodePlan:
     """Return the launches of a call of `tokens` tokens. `splits` and `tiles` overrule what is chosen for the GPU."""
-    tiles = tiles or choose_tiles(gpu, problem.heads, problem.dtype)
+    tiles = tiles or choose_tiles(gpu, problem.dtype)
     head_blocks = cdiv(problem.heads, tiles.block_h)
     blocks = sum(cdiv(width, tiles.block_n) for width in problem.widths)
     shape = tokens, problem.heads, problem.dim

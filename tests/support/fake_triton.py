@@ -142,7 +142,7 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
     alignments, constants and options of a launch. Yields the compiled kernels in order.
 
     AssertionError for a kernel with PDL that never waits for the previous one, since the next one would not wait for
-    either; and for one that reuses the shared memory of an mbarrier.
+    either; for one that reuses the shared memory of an mbarrier; and for one with `short_operands`.
     """
     compiled: list[Any] = []
     launch = JITFunction.run
@@ -158,6 +158,8 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
         assert not early or WAIT in code["ptx"], f"{compiled[-1].metadata.name} has PDL and does not wait"
         reused = barriers_given_away(compiled[-1])
         assert not reused, f"{compiled[-1].metadata.name} reuses the memory of an mbarrier: {reused}"
+        short = short_operands(compiled[-1])
+        assert not short, f"{compiled[-1].metadata.name} multiplies operands that repeat along K: {short}"
         return compiled[-1]
 
     with (
@@ -167,6 +169,26 @@ def compiled_for(target: GPUTarget) -> Iterator[list[Any]]:
         code_alone(target),
     ):
         yield compiled
+
+
+def short_operands(compiled: Any) -> list[str]:
+    """Return the types of MMA operands with a K smaller than the elements of four lanes.
+
+    Triton (3.6, 3.7) repeats them among the lanes, and multiplies some elements twice and others never: it took a wide
+    `kWidth` because the operand was decoded from bytes and, with `tl.join`, from less.
+    """
+    text = compiled.asm.get("ttgir", "")
+    narrow = set(re.findall(r"^(#mma\d*) = #ttg.nvidia_mma<{versionMajor = 2,", text, re.MULTILINE))
+    operands = re.findall(
+        r"(tensor<(?:\d+x)*?(\d+)x(\d+)x\w+, #ttg.dot_op<{opIdx = (\d), parent = (#mma\d*), kWidth = (\d+)}>>)", text
+    )
+    return sorted(
+        {
+            operand
+            for operand, rows, columns, index, parent, width in operands
+            if parent in narrow and int(columns if index == "0" else rows) < 4 * int(width)
+        }
+    )
 
 
 def resources(compiled: Any) -> dict[str, int]:

@@ -267,8 +267,8 @@ def test_it_compiles_ahead_of_time(target: str) -> None:
     assert names.count("sparse_mla_mixed_kernel") == len(cases)
 
 
-@pytest.mark.parametrize("heads", [16, 64])
-def test_rows_of_the_model_do_not_spill(heads: int) -> None:
+@pytest.mark.parametrize("formats", [MODEL, ("fp8_ds_mla", "fp8_ds_mla")], ids="-".join)
+def test_rows_of_the_model_do_not_spill(formats: tuple[str, str]) -> None:
     with compiled_for("sm_90") as compiled:
-        kernel.launch(arguments(1, heads, 128, 512, dim=512), GPUS["sm_90"][0])
+        kernel.launch(arguments(1, 64, 128, 512, formats, 512), GPUS["sm_90"][0])
     assert [binary.resources()["STACK"] for binary in compiled] == [0, 0]
