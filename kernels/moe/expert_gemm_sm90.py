@@ -72,7 +72,7 @@ def add_parts(acc, ROWS: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _unpack(w, PTX: tl.constexpr):
+def unpack_e2m1(w, PTX: tl.constexpr):
     """Return e4m3 [ROWS, 32], 1 / E2M1_UNIT of the values of uint8 [ROWS, 16]."""
     if PTX:
         lower, upper = tl.inline_asm_elementwise(UNPACK, "=&r,=&r,r", [w], (tl.uint8, tl.uint8), is_pure=True, pack=4)
@@ -84,15 +84,15 @@ def _unpack(w, PTX: tl.constexpr):
 
 
 @triton.jit
-def _factor(words, GROUP: tl.constexpr, ANY: tl.constexpr):
-    """Return the float32 scales [ROWS, 1] that are byte GROUP of words; without ANY, of normal numbers."""
+def scale_of_word(words, GROUP: tl.constexpr, ANY: tl.constexpr):
+    """Return the float32 scales that are byte GROUP of int32 `words` [N]; without ANY, of normal numbers."""
     if ANY:
         factor = ue8m0_scale((words >> (8 * GROUP)) & 0xFF)
     elif GROUP == 3:
         factor = ((words >> 1) & FACTOR_BITS).to(tl.float32, bitcast=True)
     else:
         factor = ((words << (MANTISSA_BITS - 8 * GROUP)) & FACTOR_BITS).to(tl.float32, bitcast=True)
-    return factor[:, None]
+    return factor
 
 
 @triton.jit
@@ -104,29 +104,29 @@ def _add_block(acc, w, words, x, row_scale, SCALE_K: tl.constexpr, PTX: tl.const
     w1, w3 = tl.split(odd)
     x0, x1 = tl.load(p_x, mask, 0.0), tl.load(p_x + MX_TILE, mask, 0.0)
     x2, x3 = tl.load(p_x + 2 * MX_TILE, mask, 0.0), tl.load(p_x + 3 * MX_TILE, mask, 0.0)
-    factor0, factor1 = _factor(words, 0, ANY), _factor(words, 1, ANY)
-    factor2, factor3 = _factor(words, 2, ANY), _factor(words, 3, ANY)
+    factor0, factor1 = scale_of_word(words, 0, ANY)[:, None], scale_of_word(words, 1, ANY)[:, None]
+    factor2, factor3 = scale_of_word(words, 2, ANY)[:, None], scale_of_word(words, 3, ANY)[:, None]
     scale0, scale1 = row_scale, row_scale
     if SCALE_K == 2 * MX_TILE:
         scale0, scale1 = tl.load(p_scale, mask, 0.0), tl.load(p_scale + 1, mask, 0.0)
     if ANY:
         # First the scale of x: the product of the other two may not be a float32.
-        acc += tl.dot(_unpack(w0, PTX), x0) * scale0 * factor0
-        acc += tl.dot(_unpack(w1, PTX), x1) * scale0 * factor1
-        acc += tl.dot(_unpack(w2, PTX), x2) * scale1 * factor2
-        acc += tl.dot(_unpack(w3, PTX), x3) * scale1 * factor3
+        acc += tl.dot(unpack_e2m1(w0, PTX), x0) * scale0 * factor0
+        acc += tl.dot(unpack_e2m1(w1, PTX), x1) * scale0 * factor1
+        acc += tl.dot(unpack_e2m1(w2, PTX), x2) * scale1 * factor2
+        acc += tl.dot(unpack_e2m1(w3, PTX), x3) * scale1 * factor3
     elif SCALE_K == 2 * MX_TILE:
-        sums = tl.dot(_unpack(w0, PTX), x0) * factor0
-        sums += tl.dot(_unpack(w1, PTX), x1) * factor1
+        sums = tl.dot(unpack_e2m1(w0, PTX), x0) * factor0
+        sums += tl.dot(unpack_e2m1(w1, PTX), x1) * factor1
         acc += sums * scale0
-        sums = tl.dot(_unpack(w2, PTX), x2) * factor2
-        sums += tl.dot(_unpack(w3, PTX), x3) * factor3
+        sums = tl.dot(unpack_e2m1(w2, PTX), x2) * factor2
+        sums += tl.dot(unpack_e2m1(w3, PTX), x3) * factor3
         acc += sums * scale1
     else:
-        acc += tl.dot(_unpack(w0, PTX), x0) * factor0
-        acc += tl.dot(_unpack(w1, PTX), x1) * factor1
-        acc += tl.dot(_unpack(w2, PTX), x2) * factor2
-        acc += tl.dot(_unpack(w3, PTX), x3) * factor3
+        acc += tl.dot(unpack_e2m1(w0, PTX), x0) * factor0
+        acc += tl.dot(unpack_e2m1(w1, PTX), x1) * factor1
+        acc += tl.dot(unpack_e2m1(w2, PTX), x2) * factor2
+        acc += tl.dot(unpack_e2m1(w3, PTX), x3) * factor3
     return acc
 
 

@@ -106,7 +106,7 @@ def _places(p_order, rank, o_list, end, PLACES_POW2: tl.constexpr, PLAN: tl.cons
 
 
 @triton.jit
-def _rounded_hidden(acc, weights, limit, HALF: tl.constexpr, TOKENS: tl.constexpr, MXFP8: tl.constexpr):
+def rounded_hidden(acc, weights, limit, HALF: tl.constexpr, TOKENS: tl.constexpr, MXFP8: tl.constexpr):
     """Return the float32 hidden states `[HALF, TOKENS]` of `mx_experts`, times routing weights `[TOKENS]` or None."""
     hidden = swiglu(acc.to(tl.bfloat16).to(tl.float32), limit, HALF, TOKENS)
     if weights is not None:
@@ -133,14 +133,14 @@ def _store_hidden(
     ROUNDS: tl.constexpr = False,
     MXFP8: tl.constexpr = False,
 ):
-    """Store silu(gate) * up of a tile; its first half of rows is gate. With ROUNDS, see `_rounded_hidden`."""
+    """Store silu(gate) * up of a tile; its first half of rows is gate. With ROUNDS, see `rounded_hidden`."""
     HALF: tl.constexpr = TILE.rows // 2
     o_n = first + tl.arange(0, HALF)
     if PERMUTED:
         o_n = unpacked_position(o_n)
     p_row = p_hidden + o_out.to(tl.int64)[None, :] * INNER + o_n[:, None]
     if ROUNDS:
-        hidden = _rounded_hidden(acc, weights, limit, HALF, TILE.tokens, MXFP8)
+        hidden = rounded_hidden(acc, weights, limit, HALF, TILE.tokens, MXFP8)
     else:
         hidden = swiglu(acc, limit, HALF, TILE.tokens)
     tl.store(p_row, hidden.to(p_hidden.dtype.element_ty), mask[None, :])
@@ -435,13 +435,14 @@ def problem_of(call: ExpertsArguments) -> Problem:
     return Problem(w13.shape, w2.shape, shapes, call.ids.shape[1], call.interleaved)
 
 
-def _on_sm90(gpu: Gpu) -> bool:
+def on_sm90(gpu: Gpu) -> bool:
+    """Return whether launches for Hopper can run: a GPU of sm_90, and a version of Triton that is known."""
     return gpu.capability == SM90 and triton_known()
 
 
 def _splits(problem: Problem, gpu: Gpu, invariant: str) -> bool:
     """Return whether batch-invariant calls of all sizes split rows into two e4m3."""
-    return invariant == STEP and _on_sm90(gpu) and sm90.takes(problem)
+    return invariant == STEP and on_sm90(gpu) and sm90.takes(problem)
 
 
 def most_tokens(problem: Problem, gpu: Gpu, invariant: str) -> int:
@@ -460,7 +461,7 @@ def plan(
     With `invariant`, a value of `dsv4.batch_invariant`, tiles and roundings are the same for any number of tokens: only
     lists of places depend on it.
     """
-    few_on_sm90 = _on_sm90(gpu) and problem.rounding is None and sm90.fits(problem, tokens, gpu)
+    few_on_sm90 = on_sm90(gpu) and problem.rounding is None and sm90.fits(problem, tokens, gpu)
     if _splits(problem, gpu, invariant) if invariant else few_on_sm90:
         return sm90.plan_split(problem, tokens, gpu)
     w13, w2, experts = problem.w13, problem.w2, problem.w13.experts

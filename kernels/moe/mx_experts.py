@@ -23,9 +23,10 @@ from ..host.addresses import first_byte
 from ..host.gpu import gpu_of
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments, pdl_prologue
-from . import moe_experts
+from . import moe_experts, mx_experts_sm90
 from .expert_gemm import unpacked_position
 from .expert_operands import Problem, Rounding, Weights, weights_of
+from .moe_experts import on_sm90
 
 MX_TILE = tl.constexpr(_MX_TILE)
 ROUNDED_COLUMNS = 1024
@@ -107,6 +108,10 @@ def mx_experts(call: MxExperts) -> Tensor:
     for number in range(passes):
         rows = slice(len(out) * number // passes, len(out) * (number + 1) // passes)
         x, reordered = call.x[rows], None
+        if on_sm90(gpu) and mx_experts_sm90.fits(problem, len(x)):
+            one = arguments._replace(x=x, ids=arguments.ids[rows], weights=arguments.weights[rows])
+            mx_experts_sm90.launch(one, operands, mx_experts_sm90.plan(problem, len(x), gpu), out[rows])
+            continue
         if rounding.routed or rounding.shared:
             reordered, natural = round_input(x, rounding.routed, rounding.shared)
             x = x if natural is None else natural

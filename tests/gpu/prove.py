@@ -85,6 +85,7 @@ PARTS = {
     "side_stream": 4,
     "sparse_mla_decode": 6,
     "sparse_mla_decode_quant": 5,
+    "sparse_mla_mixed": 4,
     "sparse_mla_prefill": 6,
     "v32_layer": 3,
 }
@@ -93,8 +94,7 @@ THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For each process, unless the environment says otherwise: together they have work for all cores."""
 SHARED_TESTS = {"global_topk_ragged": "ragged_from_dense", "indexer_logits_topk_ragged": "indexer_logits_ragged"}
 """Ops that are tested in the file of a different op."""
-SPENT, VERDICTS = "the budget was spent", ("passed", "not run", "HUNG", "FAILED")
-POLL, MOST_FAILURES = 0.05, 5
+SPENT, VERDICTS, POLL, MOST_FAILURES = "the budget was spent", ("passed", "not run", "HUNG", "FAILED"), 0.05, 5
 """After a fault on the device every further test of its process fails."""
 
 

@@ -45,7 +45,14 @@ def mx_experts() -> Calls:
         return zeros(*shape, dtype=dtype), zeros(*blocks, dtype=BYTES)
 
     (w13, w13_scale), (w2, w2_scale) = scaled(BYTES, 2 * inner, HIDDEN), scaled(BYTES, HIDDEN, inner)
-    for tokens, of, quantise in ((1, 1, True), (8, 8, True), (40, 1, False), (128, 1, True), (2000, 1, True)):
+    for tokens, of, quantise in (
+        (1, 1, True),
+        (8, 1, True),
+        (8, 8, True),
+        (40, 1, False),
+        (128, 1, True),
+        (2000, 1, True),
+    ):
         (s13, s13_scale), (s2, s2_scale) = scaled(F8, 2 * inner // of, HIDDEN), scaled(F8, HIDDEN, inner // of)
         places = zeros(tokens, HIDDEN), ints(tokens, 6), zeros(tokens, 6, dtype=F32)
         weights = w13, w2, s13, s2, w13_scale, w2_scale, s13_scale, s2_scale
