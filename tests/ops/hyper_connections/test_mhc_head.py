@@ -43,9 +43,9 @@ def test_an_output_is_returned_to_the_streams_before() -> None:
 
 
 def test_op_keeps_its_promises() -> None:
-    dtypes = (torch.float32, torch.bfloat16)
-    args = [arguments("mhc_head", tokens, 32, dtype) for tokens in (0, 1, 5) for dtype in dtypes]
-    check_op(OPS["mhc_head"], [*args, *(call[:7] for call in args)])
+    for dtype in (torch.float32, torch.bfloat16):
+        calls = [arguments("mhc_head", tokens, 32, dtype) for tokens in (0, 1, 5)]
+        check_op(OPS["mhc_head"], [*calls, *(call[:7] for call in calls)], utilities=dtype is torch.bfloat16)
 
 
 def test_an_output_without_its_coefficients_raises() -> None:

@@ -34,8 +34,9 @@ def test_it_is_the_sum_that_transformers_writes_out() -> None:
 
 
 def test_op_keeps_its_promises() -> None:
-    dtypes = (torch.float32, torch.bfloat16)
-    check_op(OPS["mhc_post"], [arguments("mhc_boundary", t, 32, dtype)[:4] for t in (0, 1, 5) for dtype in dtypes])
+    for dtype in (torch.float32, torch.bfloat16):
+        calls = [arguments("mhc_boundary", tokens, 32, dtype)[:4] for tokens in (0, 1, 5)]
+        check_op(OPS["mhc_post"], calls, utilities=dtype is torch.bfloat16)
 
 
 @pytest.mark.parametrize(

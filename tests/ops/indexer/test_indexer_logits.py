@@ -243,7 +243,7 @@ def test_ops_keep_their_promises(fmt: str) -> None:
     unseen = (*args[:6], torch.zeros_like(args[6]))
     views = (strided(args[0]), args[1], strided(args[2]), args[3], padded(args[4]), args[5].long(), strided(args[6]))
     for op in (indexer_logits, indexer_logits_topk):
-        check_op(op, [(*sample, BLOCK, fmt, 7) for sample in (args, one, views)])
+        check_op(op, [(*sample, BLOCK, fmt, 7) for sample in (args, one, views)], utilities=fmt == "indexer_fp8")
         check_op(op, [(*sample, BLOCK, fmt, 7) for sample in (empty, unseen)], utilities=False)
 
 
@@ -259,7 +259,7 @@ def test_ragged_op_keeps_its_promises(fmt: str) -> None:
         (q[:1], q_scale[:1], weights[:1], k[:0], k_scale[:0], starts[:1], lens[:1]),
         (strided(q), q_scale, weights, padded(k), padded(k_scale) if page else k_scale, starts.long(), strided(lens)),
     ]
-    check_op(indexer_logits_topk_ragged, [(*sample, fmt, 6) for sample in samples])
+    check_op(indexer_logits_topk_ragged, [(*sample, fmt, 6) for sample in samples], utilities=fmt == "indexer_fp8")
     empty = (q[:0], q_scale[:0], weights[:0], k, k_scale, starts[:0], lens[:0], fmt, 6)
     check_op(indexer_logits_topk_ragged, [empty], utilities=False)
 

@@ -109,19 +109,18 @@ def test_nan_in_unused_rows_stays_out() -> None:
 
 
 def test_op_keeps_its_promises() -> None:
-    samples = []
     for fmt in layout.KV_FORMATS:
         cache, lens, tails = full_cache(fmt), ints([16, 7, 4]), ints([4, 7, 0])
         out = torch.randn(3, 9, 512).bfloat16()
         empty = cache.cache.new_empty((0, *cache.cache.shape[1:]))
-        samples += [
+        samples = [
             (out, cache.cache, lens, None, TABLE, BLOCK, 0, fmt, cache.kv_scale),
             (padded(out.float()), cache.cache, strided(lens), strided(tails), padded(TABLE), BLOCK, 2, fmt),
             (out[:1], cache.cache, lens[:1], tails[:1], TABLE[:1], BLOCK, 9, fmt),
             (out[:0], cache.cache, lens[:0], tails[:0], TABLE[:0], BLOCK, 0, fmt),
             (out, empty, lens, tails, TABLE.new_empty((3, 0)), BLOCK, 0, fmt),
         ]
-    check_op(dequantize_and_gather_k_cache, samples)
+        check_op(dequantize_and_gather_k_cache, samples, utilities=fmt == "fp8_ds_mla")
 
 
 def test_one_graph_serves_every_batch_and_workspace_size() -> None:

@@ -73,4 +73,5 @@ def test_insert_op_keeps_its_promises(fmt: str) -> None:
             (kv[:0], cache, SLOTS[:0], EDGES[:0], table, 2, fmt),
             (kv, cache.new_empty((0, *cache.shape[1:])), SLOTS, EDGES[:8], table, 2, fmt),
         ],
+        utilities=fmt == "fp8",
     )
