@@ -7,9 +7,6 @@ from torch import Tensor
 
 from ..common import paging
 
-NO_ID = -1
-"""Id of a token that no n-gram reaches across: an image token, or padding."""
-
 
 def engram_rows(
     ids: Tensor,
