@@ -8,7 +8,8 @@ A graph advances its tokens: after a replay its inputs are those of the next gre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,10 @@ class StepTensors:
             target[tokens:].fill_(pad)
         self.count.zero_()
 
+    def clear(self) -> None:
+        """Make all rows padding."""
+        self.load(*(self.ids[:0],) * 3)
+
     def advance(self, chosen: Tensor) -> None:
         """Note the chosen tokens `[size]`, and make them the inputs of the next step."""
         self.record.index_copy_(0, self.count % MAX_RUN_STEPS, chosen[None])
@@ -71,45 +76,43 @@ class StepTensors:
         return dict(vars(self))
 
 
-class CapturedSteps(AtFixedAddresses):
-    """Captures of a step for padded sizes; a step replays the smallest that holds it.
+def bucket_sizes(caches: V41Caches) -> set[int]:
+    """Return the padded numbers of requests of decode steps, at least 2."""
+    return {max(LEAST_ROWS, size) for size in request_buckets(caches.max_batch_size)}
+
+
+class Captures(AtFixedAddresses):
+    """Captures of a step over a model's caches for padded sizes; a step replays the smallest that holds it.
 
     Args:
-        forward: `V41Model.logits` of the model, or the compiled model.
-        caches: that the steps read and write.
-        buckets: numbers of tokens to capture, at least 2 (None = those of 1 to `max_batch_size` requests).
+        model, caches: what the steps read and write.
+        sizes: rows of inputs to capture, each at least 2.
+        most: largest size that the caches take.
+        unit: name of a row, in errors and progress.
         graphs: "auto" and "cuda" for CUDA graphs, "standin" to replay on a CPU in tests.
 
     Model and caches must stay where they are (E421). A step that cannot be captured raises E422, one that captures
     inside E424. Copies and use after a fork raise E432.
     """
 
+    _tensors: Mapping[int, Any]
+    """Inputs of each size, at fixed addresses."""
+
     def __init__(
-        self,
-        model: V41Model,
-        caches: V41Caches,
-        forward: Callable[..., Tensor],
-        *,
-        buckets: Collection[int] | None = None,
-        graphs: str = "auto",
+        self, model: V41Model, caches: V41Caches, sizes: Collection[int], most: int, *, unit: str, graphs: str
     ) -> None:
-        self.model, self.caches, self._forward = model, caches, forward
-        device = model.device
-        self.graphs = graphs_for(device, graphs, 'v41.compile(graphs="standin")')
-        sizes = {max(LEAST_ROWS, size) for size in request_buckets(caches.max_batch_size)}
-        most = max(LEAST_ROWS, caches.max_batch_size * caches.max_step_tokens)
-        self.buckets = Buckets(sizes if buckets is None else buckets, most)
+        self.model, self.caches, self.unit = model, caches, unit
+        self.graphs = graphs_for(model.device, graphs, 'v41.compile(graphs="standin")')
+        self.buckets = Buckets(sizes, max(LEAST_ROWS, most))
         least = self.buckets.sizes[0]
-        check(least >= LEAST_ROWS, "E204", got=f"a bucket of {least} tokens", rule=f"at least {LEAST_ROWS}")
-        with torch.inference_mode(False):  # later steps write them in any mode
-            self._tensors = {size: StepTensors(size, device) for size in self.buckets}
+        check(least >= LEAST_ROWS, "E204", got=f"a bucket of {least} {unit}", rule=f"at least {LEAST_ROWS}")
         self.statistics = Statistics()
         self._captures: dict[int, Capture] = {}
-        self._loaded, self._tokens = self.buckets.sizes[-1], 0
+        self._loaded, self._rows = self.buckets.sizes[-1], 0
 
     def __repr__(self) -> str:
-        state = "captured" if self.sealed else "not warmed up"
-        return f"CapturedSteps({', '.join(map(str, self.buckets.sizes))} tokens on {self.graphs.kind}, {state})"
+        state, sizes = "captured" if self.sealed else "not warmed up", ", ".join(map(str, self.buckets.sizes))
+        return f"{type(self).__name__}({sizes} {self.unit} on {self.graphs.kind}, {state})"
 
     @property
     def sealed(self) -> bool:
@@ -120,6 +123,93 @@ class CapturedSteps(AtFixedAddresses):
         """Return all tensors that a capture holds the addresses of, by name."""
         named = named_tensors(self.model, "model") | named_tensors(self.caches.named(), "caches")
         return named | named_tensors({size: tensors.named() for size, tensors in self._tensors.items()}, "inputs")
+
+    def _call_of(self, size: int) -> Callable[[], Any]:
+        """Return a step of `size` rows at the fixed addresses."""
+        raise NotImplementedError
+
+    def warm_up(self) -> None:
+        """Run and capture every bucket, largest first, by steps of padding, which write nothing. E425 if called again.
+
+        With `dsv4.strict="after_warmup"` nothing may compile after it.
+        """
+        check(not self.sealed, "E425", got="warm_up of steps that have captured", fix="compile other steps")
+        captures: dict[int, Capture] = {}
+        with warming_up(), progress.stage("capture", total=len(self.buckets)) as work:
+            for size in self.buckets:
+                work.note(f"{size} {self.unit}")
+                self._tensors[size].clear()
+                for _ in range(2):
+                    self.graphs.warm_up(self._call_of(size))
+                captures[size] = self.graphs.capture(self._call_of(size), f"the step of {size} {self.unit}")
+                self.statistics.captures += 1
+                work.advance()
+        self._captures = captures
+        self.statistics.capture_bytes = self.graphs.memory()
+        self._addresses = AddressCheck(self._captured_tensors, self.graphs.device)
+        self._held = HeldTensors(self._captured_tensors().values())
+
+    def check(self) -> None:
+        """Raise E421 for a tensor of the model, the caches or the inputs that was moved or replaced since the capture.
+
+        `load` finds tensors that moved, this those too that others have replaced.
+        """
+        self._addresses.check("the graphs of v41.compile")
+
+    def fits(self, rows: int) -> bool:
+        """Return whether a step of this many rows has a graph."""
+        return rows <= self.buckets.sizes[-1]
+
+    def _choose_bucket(self, rows: int, compare: bool) -> Any:
+        """Return the inputs of the smallest bucket that holds so many rows, which steps run from now on."""
+        self.check_process()
+        bucket = self.buckets.fit(rows)
+        if bucket is None:
+            most = self.buckets.sizes[-1]
+            fail("E204", got=f"a captured step of {rows} {self.unit}", rule=f"at most {most}, the largest bucket")
+        if compare and self.sealed and not self._held.hold():
+            self.check()
+        self._loaded, self._rows = bucket, rows
+        return self._tensors[bucket]
+
+    def _replay(self) -> Any:
+        """Replay the loaded step; return what its call returned. E427 before warm_up."""
+        self.check_process()
+        captured = self._captures.get(self._loaded)
+        if captured is None:
+            fail("E427", got=f"a step of {type(self).__name__} that have captured nothing")
+        captured.replay()
+        self.statistics.replays += 1
+        return captured.outputs
+
+
+class CapturedSteps(Captures):
+    """Captures of a step of one token a row.
+
+    Args:
+        model, caches, graphs: see `Captures`.
+        forward: `V41Model.logits` of the model, or the compiled model.
+        buckets: numbers of tokens to capture, at least 2 (None = those of 1 to `max_batch_size` requests).
+    """
+
+    _tensors: dict[int, StepTensors]
+
+    def __init__(
+        self,
+        model: V41Model,
+        caches: V41Caches,
+        forward: Callable[..., Tensor],
+        *,
+        buckets: Collection[int] | None = None,
+        graphs: str = "auto",
+    ) -> None:
+        sizes = bucket_sizes(caches) if buckets is None else buckets
+        super().__init__(
+            model, caches, sizes, caches.max_batch_size * caches.max_step_tokens, unit="tokens", graphs=graphs
+        )
+        self._forward = forward
+        with torch.inference_mode(False):  # later steps write them in any mode
+            self._tensors = {size: StepTensors(size, model.device) for size in self.buckets}
 
     def _call_of(self, size: int) -> Callable[[], tuple[Tensor, Tensor]]:
         """Return a step of `size` tokens at the fixed addresses: its logits `[size, V]` and likeliest tokens."""
@@ -135,71 +225,25 @@ class CapturedSteps(AtFixedAddresses):
         captured: Callable[[], tuple[Tensor, Tensor]] = torch.no_grad()(call)
         return captured
 
-    def warm_up(self) -> None:
-        """Run and capture every bucket, largest first, by steps of padding, which write nothing. E425 if called again.
-
-        With `dsv4.strict="after_warmup"` nothing may compile after it.
-        """
-        check(not self.sealed, "E425", got="warm_up of steps that have captured", fix="compile other steps")
-        captures: dict[int, Capture] = {}
-        with warming_up(), progress.stage("capture", total=len(self.buckets)) as work:
-            for size in self.buckets:
-                work.note(f"{size} tokens")
-                self._tensors[size].load(*(self._tensors[size].ids[:0],) * 3)
-                for _ in range(2):
-                    self.graphs.warm_up(self._call_of(size))
-                captures[size] = self.graphs.capture(self._call_of(size), f"the step of {size} tokens")
-                self.statistics.captures += 1
-                work.advance()
-        self._captures = captures
-        self.statistics.capture_bytes = self.graphs.memory()
-        self._addresses = AddressCheck(self._captured_tensors, self.graphs.device)
-        self._held = HeldTensors(self._captured_tensors().values())
-
-    def check(self) -> None:
-        """Raise E421 for a tensor of the model, the caches or the inputs that was moved or replaced since the capture.
-
-        `load` finds tensors that moved, this those too that others have replaced.
-        """
-        self._addresses.check("the graphs of v41.compile")
-
-    def fits(self, tokens: int) -> bool:
-        """Return whether a step of this many tokens has a graph."""
-        return tokens <= self.buckets.sizes[-1]
-
     def load(self, ids: Tensor, positions: Tensor, requests: Tensor, *, compare: bool = True) -> None:
         """Copy the next step, int `[T]` each, to the smallest bucket that holds it.
 
         Waits for nothing if the tensors are on the device, or pinned. E204 above the largest bucket; E421, unless
         `compare` is False, for a tensor of the model or the caches that moved since the capture.
         """
-        self.check_process()
-        bucket = self.buckets.fit(len(ids))
-        if bucket is None:
-            most = self.buckets.sizes[-1]
-            fail("E204", got=f"a captured step of {len(ids)} tokens", rule=f"at most {most}, the largest bucket")
-        if compare and self.sealed and not self._held.hold():
-            self.check()
-        self._loaded, self._tokens = bucket, len(ids)
-        self._tensors[bucket].load(ids, positions, requests)
+        self._choose_bucket(len(ids), compare).load(ids, positions, requests)
 
     def step(self) -> tuple[Tensor, Tensor]:
         """Replay the loaded step; return its logits `[T, V]` and likeliest tokens int64 `[T]`, until the next replay.
 
         The inputs advance: the next step has these tokens at the next positions. One launch. E427 before warm_up.
         """
-        self.check_process()
-        captured = self._captures.get(self._loaded)
-        if captured is None:
-            fail("E427", got="a step of CapturedSteps that have captured nothing")
-        captured.replay()
-        self.statistics.replays += 1
-        logits, likeliest = captured.outputs
-        return logits[: self._tokens], likeliest[: self._tokens]
+        logits, likeliest = self._replay()
+        return logits[: self._rows], likeliest[: self._rows]
 
     def choose(self, tokens: Tensor) -> None:
         """Replace the likeliest tokens of the last step by others, int64 `[T]` on the device, as inputs of the next."""
-        self._tensors[self._loaded].ids[: self._tokens].copy_(tokens)
+        self._tensors[self._loaded].ids[: self._rows].copy_(tokens)
 
     def stop(self, row: int) -> None:
         """Make a row of the next steps padding. Waits for nothing."""
@@ -218,4 +262,4 @@ class CapturedSteps(AtFixedAddresses):
         tensors.count.zero_()
         for _ in range(steps):
             self.step()
-        return tensors.record[:steps, : self._tokens]
+        return tensors.record[:steps, : self._rows]

@@ -13,9 +13,12 @@ from ...errors import check
 from ...layout import PAD_INDEX
 from ...runtime.addresses import AtFixedAddresses
 from ...runtime.compiler_choice import compiler_of
+from ...runtime.drafting import Verified
 from .cache import V41Caches, V41Format
 from .calls import check_mode, check_step, default_device
 from .captured import GRAPHS, CapturedSteps
+from .draft_captured import CapturedDrafts, DraftSteps
+from .draft_steps import verify
 from .model import V41Model
 from .prefill import LEAST_ROWS
 from .ranks import step_of_ranks
@@ -25,12 +28,14 @@ from .step import Tail
 class CompiledSteps(AtFixedAddresses):
     """Steps of a model over its `caches`. `compile` makes it; `prefill` and `generate` take it as `forward`.
 
-    It has three graphs: a step, a step that runs the layers after the last source on a tail alone, and `encode`. None
-    is compiled again for other numbers of tokens, from two on.
+    It has three graphs: a step, a step that runs the layers after the last source on a tail alone, and `encode`; caches
+    with drafts have a fourth, which verifies, accepts and drafts. None is compiled again for other numbers of tokens
+    or requests, from two on.
 
     Attributes:
         model, caches: what the graphs read and write.
         captured: CUDA graphs of small steps, such as those of `generate` after a prompt, or None.
+        captured_drafts: those of steps with drafts, or None.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class CompiledSteps(AtFixedAddresses):
     ) -> None:
         self.model, self.caches = model, caches
         self._forward: Callable[..., Tensor] = model.logits
+        self._verify: Callable[..., Verified] = verify
         self._encode: Callable[..., None] = model.encode
         compiler, compile_options = compiler_of(backend, options)
         self._compiles = compiler is not None
@@ -53,9 +59,22 @@ class CompiledSteps(AtFixedAddresses):
             if compile_options is not None:
                 settings["options"] = compile_options
             self._forward, self._encode = torch.compile(model, **settings), torch.compile(model.encode, **settings)
+            self._verify = torch.compile(verify, **settings)
         self.captured: CapturedSteps | None = None
         if graphs != "off":
             self.captured = CapturedSteps(model, caches, self._forward, buckets=buckets, graphs=graphs)
+        self.captured_drafts: CapturedDrafts | None = None
+        if graphs != "off" and caches.drafts is not None:
+            fitting = None if buckets is None else [size for size in buckets if size <= caches.max_batch_size]
+            self.captured_drafts = CapturedDrafts(model, caches, self._verify, buckets=fitting or None, graphs=graphs)
+
+    def drafts_for(self, requests: int) -> DraftSteps | CapturedDrafts:
+        """Return the steps with drafts of this many requests, captured if they fit."""
+        captured = self.captured_drafts
+        if captured is None or not captured.sealed or not captured.fits(requests):
+            return DraftSteps(self.model, self.caches, self._verify)
+        captured.check()
+        return captured
 
     @torch.no_grad()
     def __call__(
@@ -109,6 +128,8 @@ class CompiledSteps(AtFixedAddresses):
             if self.captured is not None:
                 with step_of_ranks(self.model):
                     self.captured.warm_up()
+                    if self.captured_drafts is not None:
+                        self.captured_drafts.warm_up()
 
     def _compile(self) -> None:
         device = self.model.device
@@ -119,7 +140,8 @@ class CompiledSteps(AtFixedAddresses):
         rows = torch.arange(in_tail)
         tail, last = Tail(rows.to(device), torch.zeros_like(rows).to(device)), torch.arange(with_logits).to(device)
         has_tail = self.model.config.last_source < self.model.config.num_layers
-        with progress.stage("compile", 3 if has_tail else 1) as stage, step_of_ranks(self.model):
+        drafts = self.caches.drafts is not None
+        with progress.stage("compile", (3 if has_tail else 1) + drafts) as stage, step_of_ranks(self.model):
             stage.note("steps")
             self(*inputs, self.caches, last=last)
             if has_tail:
@@ -127,6 +149,9 @@ class CompiledSteps(AtFixedAddresses):
                 self(*inputs, self.caches, tail=tail, last=last)
                 stage.advance("prompts before it")
                 self.encode(*inputs, self.caches)
+            if drafts:
+                stage.advance("verification of drafts")
+                DraftSteps(self.model, self.caches, self._verify).step()
             stage.advance()
 
 
@@ -152,7 +177,8 @@ def compile(
             its settings.
         graphs: "auto" captures a CUDA graph of each size of a decode step on a GPU, and nothing on a CPU; "cuda",
             "off", or "standin", which replays on a CPU, for tests.
-        buckets: numbers of tokens to capture (None = those of 1 to `max_batch_size` requests).
+        buckets: numbers of tokens to capture (None = those of 1 to `max_batch_size` requests); with drafts, those that
+            are numbers of requests are captured with drafts, too.
 
     Raises E204 for sizes and E210 for caches that do not fit, both without `caches`; E201 for sizes with `caches`;
     E301 for a backend or options that nobody knows; E420 for CUDA graphs on a CPU; E422 and E424 for steps that cannot

@@ -16,9 +16,11 @@ from .cache import V41Caches, V41Format
 from .calls import check_caches, check_mode, check_prompts, default_device, ids_of, prompts_of
 from .captured import CapturedSteps
 from .compiled import CompiledSteps
+from .draft_generate import Texts, draft_steps_of, generate_with_drafts, sizes_of, uses_drafts
 from .model import V41Model
 from .prefill import LEAST_ROWS, prefill, to_device
 from .ranks import same_on_ranks, step_of_ranks
+from .reading import TokenReading
 
 
 @torch.no_grad()
@@ -38,6 +40,7 @@ def generate(
     mode: str = "tail",
     forward: Callable[..., Tensor] | None = None,
     decode: Callable[..., Tensor] | None = None,
+    drafts: bool | None = None,
 ) -> list[list[int]]:
     """Return the new token ids of each prompt, the stop token included.
 
@@ -49,8 +52,11 @@ def generate(
         caches: for at least these requests and lengths; None takes those of compiled steps, else allocates them, in
             `cache_format`.
         chunk, mode, forward: see `prefill`. decode: called for steps of one token a request (None = as `forward`).
+        drafts: verify the model's drafts, so that a step gives a request 1 to N + 1 tokens (None = where model and
+            caches have drafts, and without `decode`). Greedy tokens are the same; samples have the same distribution,
+            by other random numbers. `model.draft_statistics` says how many were accepted.
 
-    Raises as `prefill` does, and E211 for logits without a finite largest one.
+    Raises as `prefill` does, E211 for logits without a finite largest one, and E208 for drafts=True without drafts.
     """
     with needs("hf", "generation"):
         from ...hf.model.arguments import integer, stop_set
@@ -69,19 +75,24 @@ def generate(
         check(not both, "E201", got="caches and cache_format", rule="caches have their format")
         if not ids:
             return []
+        with_drafts = uses_drafts(model, drafts, caches, decode)
         if caches is None:
-            sizes: dict[str, Any] = {
-                "max_batch_size": len(ids),
-                "max_seq_len": max(map(len, ids)) + new,
-                "max_step_tokens": chunk,
-            }
-            caches = model.new_caches(cache_format=cache_format, drafts=False, **sizes)
+            sizes = sizes_of(model, ids, new, chunk, with_drafts)
+            caches = model.new_caches(cache_format=cache_format, drafts=with_drafts, **sizes)
         check_caches(model.config, caches)
         checked = check_prompts(caches, ids, None, None, more=new)
     captured = _captured(model, forward, len(ids)) if decode is None else None
     run = next(step for step in (decode, forward, model) if step is not None)  # a compiled model has no truth value
     logits = prefill(model, ids, caches, chunk=chunk, mode=mode, forward=forward)
     lengths, tokens = [len(prompt.ids) for prompt in checked], [list[int]() for _ in ids]
+    model.draft_statistics = None
+    if with_drafts:
+        draft_steps = draft_steps_of(model, caches, forward, len(ids))
+        tokens = generate_with_drafts(draft_steps, logits, lengths, settings, Texts(len(ids), stops, new))
+        model.draft_statistics = draft_steps.draft_statistics()
+        with same_on_ranks(model, "the end of generate") as facts:
+            facts["chosen"] = zlib.crc32(repr(tokens).encode())
+        return tokens
     live = [True] * len(ids)
     chosen = choose_tokens(logits, _numbers(settings, device))
     if captured is not None:
@@ -139,20 +150,3 @@ def _numbers(settings: Sequence[Any], device: torch.device) -> Tensor:
     """Return what `choose_tokens` takes for the next token of each request, float64 `[R, 4]`."""
     numbers = torch.tensor([setting.draw() for setting in settings], dtype=torch.float64, device="cpu")
     return to_device(numbers, device)
-
-
-class TokenReading:
-    """Chosen tokens int64 `[R]` on their way to the host, which waits for this copy alone."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self._host = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=tokens.is_cuda)
-        self._host.copy_(tokens, non_blocking=True)
-        self._copied = torch.cuda.Event() if tokens.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
-
-    def tokens(self) -> list[int]:
-        """Return the tokens, after the work that chooses them."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host.tolist()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...modules.linear import linear_fp32
 from ...parallel import Ranks, all_gather, all_reduce
+from ...runtime.drafting import DraftStatistics
 from .cache import V41Caches, V41Format
 from .calls import check_step
 from .config import V41Config
@@ -43,6 +44,8 @@ class V41Model(nn.Module):
     """`hf.model.in_step.InStep` of a split model, which watches the calls of all ranks."""
     shared_weights: frozenset[str] = frozenset()
     """Names of the parameters that every rank of a split model has all of."""
+    draft_statistics: DraftStatistics | None = None
+    """Acceptance of the last `generate`, None if it ran without drafts."""
     dsv4_drafts: Any = None
     """Drafts, as a `RunningBatch` asks for them: none is built."""
 
