@@ -47,7 +47,7 @@ class V41Model(nn.Module):
     draft_statistics: DraftStatistics | None = None
     """Acceptance of the last `generate`, None if it ran without drafts."""
     dsv4_drafts: Any = None
-    """Drafts, as a `RunningBatch` asks for them: none is built."""
+    """Drafts for a `RunningBatch`, which decodes without those of `mtp`."""
 
     def __init__(
         self,
