@@ -42,6 +42,7 @@ ON_TWO = (
     v41_checks.v41_captures_a_step_with_its_collectives,
     v41_checks.v41_requests_get_the_text_of_the_whole_model,
     v41_checks.v41_compiles_to_one_graph_on_a_rank,
+    v41_checks.v41_drafts_of_ranks_are_those_of_one_process,
     v41_checks.v41_calls_that_ranks_make_differently_are_errors,
     v41_checks.v41_what_a_part_cannot_do_is_an_error,
     checks.calls_of_a_model_over_symmetric_memory_are_watched,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import Tensor
 from dsv4_compile import hf
 from dsv4_compile.errors import CompileError, InputError
 from dsv4_compile.models import v41
+from dsv4_compile.models.v41.draft_captured import DraftSteps
+from dsv4_compile.models.v41.draft_steps import verify
 from dsv4_compile.models.v41.splitting import split_of
-from dsv4_compile.models.v41.tiny import tiny_model
+from dsv4_compile.models.v41.tiny import TINY_DRAFTS, tiny_model
 from dsv4_compile.parallel import EXPERT_LAYOUTS, Ranks, gather_objects
 from dsv4_compile.parallel.collectives import first_object
 from dsv4_compile.parallel.split import part_of
@@ -136,6 +139,32 @@ def v41_a_rank_reads_its_part_of_a_folder(mesh: Any) -> None:
                 assert generated(part) == generated(full), layout
             size = sum(parameter.nbytes for parameter in part.parameters())
             assert size < 0.8 * sum(parameter.nbytes for parameter in full.parameters())
+
+
+def v41_drafts_of_ranks_are_those_of_one_process(mesh: Any) -> None:
+    ranks, one = Ranks.of(mesh), tiny_model(drafts=replace(TINY_DRAFTS, noise_token=62), **SIZES)
+
+    def steps(model: v41.V41Model) -> tuple[Tensor, list[Tensor]]:
+        """Logits of drafts and tokens of three steps, greedy and sampled."""
+        caches = model.new_caches(max_batch_size=3, max_seq_len=64, cache_format=v41.V41Format.plain())
+        first = v41.prefill(model, PROMPTS, caches).argmax(1)
+        run = DraftSteps(model, caches, verify)
+        numbers = torch.tensor([[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
+        run.load(first, torch.tensor([len(prompt) for prompt in PROMPTS]), numbers, torch.arange(3))
+        tokens = [run.step() for _ in range(3)]
+        return run._loaded.rows.draft_logits, tokens
+
+    want = first_object(steps(one) if ranks.rank == 0 else None, ranks)
+    for layout in EXPERT_LAYOUTS:
+        model = v41.split(copy.deepcopy(one), mesh=mesh, expert_layout=layout)
+        logits, tokens = steps(model)
+        close(logits, want[0])
+        assert all(map(torch.equal, tokens, want[1]))
+        assert_same_bits(logits.flatten(), mesh)
+    got = generated(model)
+    assert model.draft_statistics is not None and got == generated(model, drafts=False)
+    with fails("E701", "experts of a draft layer"):
+        v41.split(tiny_model(drafts=replace(TINY_DRAFTS, num_experts=3), **SIZES), mesh=mesh)
 
 
 def v41_calls_that_ranks_make_differently_are_errors(mesh: Any) -> None:

@@ -125,7 +125,7 @@ def committed(caches: V41Caches, request: int, length: int) -> list[tuple[Tensor
 
 
 def soiled(caches: V41Caches, lengths: list[int]) -> None:
-    """Fill all rows of caches that no request needs with NaN, and ids of n-grams with another one."""
+    """Fill all rows of caches that no request needs with NaN, and ids of n-grams with a different one."""
     needed = [committed(caches, request, length) for request, length in enumerate(lengths)]
     for parts in zip(*needed, strict=True):
         cache = parts[0][0]
