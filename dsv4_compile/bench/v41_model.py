@@ -1,4 +1,4 @@
-"""A DeepSeek-V4.1-Flash with random weights in official formats, and the bytes that its decode step reads."""
+"""A DeepSeek-V4.1-Flash with random weights in official formats; bytes of its decode step, and FLOPs of a prompt."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..models.v41.cache import V41Caches
 from ..models.v41.config import V41Config
 from ..models.v41.model import V41Model
 from ..models.v41.ngrams import consecutive_primes
+from ..models.v41.prefill import tail_length
 
 _DRAWN = 1 << 26
 """Elements that are drawn at once."""
@@ -136,3 +137,55 @@ def request_bytes(config: V41Config, context: int) -> int:
                 most = config.candidate_blocks * config.candidate_block_size
                 total += key * (min(visible, most) if config.selects_candidates(layer) else visible)
     return total
+
+
+def prompt_flops(config: V41Config, tokens: int, mode: str) -> int:
+    """Return the multiplications and additions of a prompt: GEMMs, attention and index scores, by mode of `prefill`."""
+    tail = tail_length(config, mode)
+    all_tokens, last = torch.arange(tokens), config.last_source
+    total = 2 * config.vocab_size * config.hidden_size
+    for layer in range(config.num_layers):
+        is_tail = tail is not None and layer >= last
+        positions = all_tokens[-tail:] if is_tail and tail is not None else all_tokens
+        inserted = all_tokens if layer <= last else positions
+        total += 2 * len(inserted) * _inserted_weights(config, layer)
+        total += 2 * len(positions) * _attended_weights(config, layer)
+        total += _score_flops(config, layer, positions)
+    return total
+
+
+def _inserted_weights(config: V41Config, layer: int) -> int:
+    """Return the weights that a token passes for a layer's rows of caches."""
+    hidden, dim = config.hidden_size, config.head_dim
+    weights = dim * hidden
+    if layer in config.kv_sources:
+        weights += min(config.ratio(layer), 2) * dim * hidden + config.index_head_dim * dim
+    if layer in config.engram_layers:
+        hashes = (config.engram_order - 1) * config.engram_heads
+        weights += (config.hc_mult + 1) * hidden * hashes * config.engram_head_dim
+    return weights
+
+
+def _attended_weights(config: V41Config, layer: int) -> int:
+    """Return the weights that a token passes in the rest of a layer."""
+    hidden, latent, width = config.hidden_size, config.q_lora_rank, config.num_heads * config.head_dim
+    groups = config.o_groups * config.o_lora_rank
+    weights = latent * hidden + width * latent + groups * (width // config.o_groups) + hidden * groups
+    if layer in config.index_sources:
+        weights += config.index_n_heads * (config.index_head_dim * latent + hidden)
+    weights += 3 * (config.experts_per_token + 1) * config.intermediate_size * hidden + config.num_experts * hidden
+    return weights + 2 * (config.hc_mult + 2) * config.hc_mult**2 * hidden
+
+
+def _score_flops(config: V41Config, layer: int, positions: Tensor) -> int:
+    """Return the multiplications and additions of attention and index scores of tokens."""
+    keys = (positions + 1).clamp_max(config.sliding_window)
+    scored = torch.zeros_like(keys)
+    if ratio := config.ratio(layer):
+        visible = (positions + 1) // ratio
+        keys = keys + visible.clamp_max(config.index_topk)
+        if layer in config.index_sources:
+            most = config.candidate_blocks * config.candidate_block_size
+            scored = visible.clamp_max(most) if config.selects_candidates(layer) else visible
+    attention = 4 * config.num_heads * config.head_dim * int(keys.sum())
+    return attention + 2 * config.index_n_heads * config.index_head_dim * int(scored.sum())

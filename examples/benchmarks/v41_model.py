@@ -37,6 +37,7 @@ from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.bench.v41_model import (
     experts_that_fit,
     fill_caches,
+    prompt_flops,
     random_model,
     request_bytes,
     smaller,
@@ -281,7 +282,9 @@ class Bench:
                     call: Fact = {"mode": mode, "forward": forward}
                     first = self.seconds(lambda: v41.prefill(self.model, [prompt], caches, **call))  # noqa: B023
                     times = [self.seconds(lambda: v41.prefill(self.model, [prompt], caches, **call)) for _ in range(3)]  # noqa: B023
+                    flops = prompt_flops(self.model.config, size, mode)
                     ms = {"ms": round(1e3 * statistics.median(times), 1), "first_s": round(first, 1)}
+                    ms["tflops"] = round(flops / 1e12, 2)
                     row = {"what": "prompt", "backend": backend, "tokens": size, "mode": mode}
                     self.parts.add(row | ms | self.memory())
 

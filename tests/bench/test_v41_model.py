@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from dsv4_compile.bench.parts import Parts
-from dsv4_compile.bench.v41_model import experts_that_fit, meta_model, request_bytes, smaller, weight_bytes
+from dsv4_compile.bench.v41_model import (
+    experts_that_fit,
+    meta_model,
+    prompt_flops,
+    request_bytes,
+    smaller,
+    weight_bytes,
+)
 from dsv4_compile.models.v41 import V41Config
 from dsv4_compile.models.v41.tiny import tiny_model
 from tests.tools import figures, figures_v41
@@ -128,3 +135,20 @@ def test_bytes_of_a_step_are_those_of_the_specification() -> None:
 def test_a_device_without_a_limit_takes_all_experts() -> None:
     config = tiny_model().config
     assert experts_that_fit(config, torch.device("cpu"), 0.0, 61) == config.num_experts
+
+
+def test_a_prompt_token_has_half_of_the_flops_of_a_decoded_one() -> None:
+    """The model's report counts 16B active parameters a decoded token, and 8B a token of a prompt."""
+    config = V41Config(sliding_window=1, index_topk=1, index_n_heads=1)
+    active = [prompt_flops(config, 1 << 17, mode) / (2 << 17) / 1e9 for mode in ("full", "replay")]
+    assert 15 < active[0] < 16 and 7.5 < active[1] < 8.5
+
+
+def test_the_page_says_what_the_tail_of_a_prompt_saves() -> None:
+    config = V41Config()
+    page = (figures.ROOT / "dsv4_compile" / "docs" / "v41.md").read_text()
+    for tokens in (8192, 32768, 131072):
+        share = prompt_flops(config, tokens, "tail") / prompt_flops(config, tokens, "full")
+        assert f"| {tokens:,} | {share:.0%} |" in page
+    assert prompt_flops(config, 2414, "tail") == prompt_flops(config, 2414, "full")
+    assert prompt_flops(config, 2415, "tail") < prompt_flops(config, 2415, "full")

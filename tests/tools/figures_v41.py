@@ -65,10 +65,11 @@ def kinds(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
 def prompts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of prompts: ms of one chunk, layers after the last source on all or a tail."""
     shown = _of(rows, "prompt")
-    lines = [["backend", "tokens", "layers after the last source", "ms", "tokens a second"]]
+    lines = [["backend", "tokens", "layers after the last source", "ms", "tokens a second", "TFLOP/s"]]
     for row in shown:
+        speed = f"{1e3 * row['tflops'] / row['ms']:,.0f}"
         rate = f"{1e3 * row['tokens'] / row['ms']:,.0f}"
-        lines.append([row["backend"], f"{row['tokens']:,}", row["mode"], f"{row['ms']:,.1f}", rate])
+        lines.append([row["backend"], f"{row['tokens']:,}", row["mode"], f"{row['ms']:,.1f}", rate, speed])
     return lines, shown
 
 
