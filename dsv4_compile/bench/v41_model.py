@@ -13,6 +13,7 @@ from ..models.v41.config import V41Config
 from ..models.v41.model import V41Model
 from ..models.v41.ngrams import consecutive_primes
 from ..models.v41.prefill import tail_length
+from ..models.v41.tables import empty_like, lock_tables
 
 _DRAWN = 1 << 26
 """Elements that are drawn at once."""
@@ -66,18 +67,21 @@ def fill(name: str, tensor: Tensor) -> None:
 
 
 @torch.no_grad()
-def random_model(config: V41Config, device: torch.device) -> V41Model:
-    """Return a model with random weights on a device."""
+def random_model(config: V41Config, device: torch.device, *, host: bool = False) -> V41Model:
+    """Return a model with random weights on a device; with `host`, engram tables in host memory that it reads."""
     model = meta_model(config)
     for prefix, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                fill(f"{prefix}.{name}", weight)
+                weight = empty_like(f"{prefix}.{name}", parameter, device, host)
                 module._parameters[name] = nn.Parameter(weight, requires_grad=False)
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
+    if host:
+        lock_tables(model, device)
+    for name, parameter in model.named_parameters():
+        fill(name, parameter)
     ids = torch.arange(config.vocab_size, dtype=torch.int32, device=device)
     model.token_map.copy_(ids % config.engram_compressed_vocab)
     return model

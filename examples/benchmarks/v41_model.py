@@ -302,10 +302,11 @@ def run(args: argparse.Namespace, parts: Parts, device: torch.device) -> None:
     with parts.part("weights"):
         engram = args.engram_rows if not args.tiny else config.engram_vocab_size
         experts = args.experts or experts_that_fit(config, device, args.spare_gb * 1e9, engram)
-        model = random_model(smaller(config, experts, engram), device)
+        model = random_model(smaller(config, experts, engram), device, host=args.host_tables)
         size = sum(parameter.nbytes for parameter in model.parameters())
         rate = timing.copy_rate(device)
-        facts = {"layers": config.num_layers, "experts": experts, "engram_rows": list(model.config.engram_rows)}
+        facts: Fact = {"layers": config.num_layers, "experts": experts, "host_tables": args.host_tables}
+        facts["engram_rows"] = list(model.config.engram_rows)
         parts.record |= facts | {"weights_gb": round(size / 1e9, 2), "copy_gb_s": round(rate / 1e9, 1)}
         print("  " + "  ".join(f"{name} {parts.record[name]}" for name in (*facts, "weights_gb", "copy_gb_s")))
         bench = Bench(model, parts, rate)
@@ -335,6 +336,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=0, help="routed experts of a layer (0 = as many as fit)")
     parser.add_argument("--spare-gb", type=float, default=40, help="memory without weights (%(default)s)")
     parser.add_argument("--engram-rows", type=int, default=100_000, help="rows for a hash, of 16,000,000 (%(default)s)")
+    parser.add_argument("--host-tables", action="store_true", help="engram tables in host memory")
     parser.add_argument("--unproven", action="store_true", help="run kernels that are not proven on this GPU")
     parser.add_argument("--all-kernels", action="store_true", help="profile all contexts, not the first alone")
     parser.add_argument("--seconds", type=float, default=150, help="seconds of the whole run (%(default)s)")

@@ -17,12 +17,14 @@ from dsv4_compile.bench.v41_model import (
     experts_that_fit,
     meta_model,
     prompt_flops,
+    random_model,
     request_bytes,
     smaller,
     weight_bytes,
 )
 from dsv4_compile.models.v41 import V41Config
-from dsv4_compile.models.v41.tiny import tiny_model
+from dsv4_compile.models.v41.tiny import tiny_config, tiny_model
+from dsv4_compile.runtime import host_memory
 from tests.tools import figures, figures_v41
 
 SCRIPT = figures.ROOT / "examples" / "benchmarks" / "v41_model.py"
@@ -60,6 +62,19 @@ def test_a_tiny_model_is_measured_and_its_tables_are_rendered(script: ModuleType
     lines, shown = figures_v41.steps(rows)
     assert lines[0] == ["context", "batch", "plain, ms", "floor, ms", "GB read"] and [len(shown), len(lines)] == [2, 3]
     assert [line[:3] for line in figures_v41.prompts(rows)[0][1:]] == [["plain", "24", "full"], ["plain", "24", "tail"]]
+
+
+def test_tables_in_host_memory_are_locked_before_they_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[torch.Tensor] = []
+
+    def on_gpu(table: torch.Tensor, _: torch.device) -> torch.Tensor:
+        locked.append(table)
+        return table.view(torch.uint8).zero_().view(table.dtype)
+
+    monkeypatch.setattr(host_memory, "on_gpu", on_gpu)
+    model = random_model(tiny_config(), torch.device("cpu"), host=True)
+    assert len(locked) == 4 and all(table.view(torch.uint8).any() for table in locked)
+    assert [layer.engram.ahead for layer in model._stack() if layer.has_engram] == [True, True]
 
 
 def test_a_part_that_fails_leaves_the_others_running(

@@ -74,7 +74,7 @@ def test_no_row_outside_the_table_is_read() -> None:
     """Rows around the view are NaN with scales of 2^127; negative rows and rows beyond it are zeros."""
     _, table, scale = arguments(1, 1000)
     table.view(torch.uint8)[:] = 0x7F
-    table[100:900] = 1.0
+    table.view(torch.uint8)[100:900] = 0x38
     scale[:] = 254
     scale[100:900] = 127
     table, scale = to_host(table)[100:900], to_host(scale)[100:900]
