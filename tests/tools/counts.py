@@ -7,6 +7,7 @@ that it has and the lists that it stands in.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -73,6 +74,7 @@ def _named(node: ast.AST) -> Iterator[str]:
             yield from _named(element)
 
 
+@functools.cache
 def op_lists(root: Path) -> list[OpList]:
     """Return every list of ops in package and tests."""
     known, lists = set(ops(root)), []
