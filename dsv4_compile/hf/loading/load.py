@@ -22,6 +22,7 @@ from ...checkpoints.reader import Reader
 from ...config import DeepseekV4Config
 from ...errors import DSV4Error, check, error
 from ...loading import hf_name
+from ...models.v41.config import MODEL_TYPE
 from ...modules import DeepseekV4Attention
 from ...modules.linear import Linear
 from ...parallel import Ranks, agreement, gather_objects, watchdog
@@ -39,6 +40,7 @@ from .fill import fill
 from .folder_config import generation_config
 from .placement import Placement, hf, place, targets
 from .split_load import split_placement
+from .v41_folder import load_v41
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +59,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     dequantize: bool = False,
-    kv_cache_dtype: str | CacheFormat = "auto",
+    kv_cache_dtype: str | CacheFormat | Any = "auto",
     indexer_cache_dtype: str = "auto",
     hadamard: bool = False,
     max_step_tokens: int | None = None,
@@ -74,6 +76,10 @@ def load(
     warm_up: bool | Mapping[str, Any] = False,
 ) -> Any:
     """Load a DeepSeek-V4 checkpoint and return it converted (see `convert`), in eval mode.
+
+    A folder of DeepSeek-V4.1 becomes a language model around `models.v41.load` that generates, compiles and saves as
+    this one does. It has no `indexer_cache_dtype`, `hadamard`, `attention_only`, drafts and `compiled` (E208), and
+    `kv_cache_dtype` is a `models.v41.V41Format`; its caches are allocated after the weights.
 
     Args:
         path: a folder with `config.json` and safetensors files, as DeepSeek publishes it or as transformers'
@@ -127,6 +133,26 @@ def load(
     check(drafts in modes, "E201", got=f"drafts={drafts!r}", rule=f"drafts is one of {', '.join(modes)}")
     begin = time.monotonic()
     checkpoint = read_checkpoint(path)
+    if checkpoint.config.get("model_type") == MODEL_TYPE:
+        only_v4 = {
+            "indexer_cache_dtype": indexer_cache_dtype != "auto",
+            "hadamard": hadamard,
+            "attention_only": attention_only,
+            "num_drafts": num_drafts is not None,
+            "compiled": compiled is not None,
+        }
+        more = {
+            "drafts": drafts,
+            "mesh": mesh,
+            "expert_layout": expert_layout,
+            "collectives": collectives,
+            "rank_timeout": rank_timeout,
+        }
+        options: dict[str, Any] = {"dtype": dtype, "dequantize": dequantize, "kv_cache_dtype": kv_cache_dtype, **more}
+        v41 = load_v41(checkpoint, sizes, only_v4=only_v4, device=place_on, **options)
+        if options_of_warm_up is not None:
+            compile_and_warm_up(v41, options_of_warm_up)
+        return v41
     if drafts == "on" and not checkpoint.drafts:
         raise without_drafts(checkpoint)
     draft_placement = None
@@ -176,7 +202,7 @@ def load(
     read = time.monotonic()
     model.config.name_or_path = str(checkpoint.folder)
     model.generation_config = generation or model.generation_config
-    options: dict[str, Any] = {
+    options = {
         "kv_cache_dtype": kv_cache_dtype,
         "indexer_cache_dtype": indexer_cache_dtype,
         "hadamard": hadamard,

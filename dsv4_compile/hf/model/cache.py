@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -64,7 +64,7 @@ class PagedCache(Cache):
         device: torch.device | str | None = None,
     ) -> None:
         with torch.inference_mode(False):  # later calls write the cache in any mode
-            self.paged = PagedCaches(
+            paged = PagedCaches(
                 config,
                 max_batch_size=max_batch_size,
                 max_seq_len=max_seq_len,
@@ -72,9 +72,18 @@ class PagedCache(Cache):
                 cache_format=cache_format,
                 device=device,
             )
-            self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
-        layers: list[Any] = list(self.paged.layers)
-        super().__init__(layers=layers)
+        self._hold(paged, paged.layers, device)
+        for tensor in self._tensors().values():
+            # A cache keeps its shape and address: its dims do not become symbols, and captures use it in place.
+            mark_static(tensor)
+            mark_static_address(tensor, guard=False)
+
+    def _hold(self, paged: Any, layers: Iterable[Any], device: torch.device | str | None) -> None:
+        """Begin the record of empty caches."""
+        super().__init__(layers=list(layers))
+        self.paged = paged
+        with torch.inference_mode(False):
+            self.seq_lens = torch.zeros(paged.max_batch_size, dtype=torch.int32, device=device)
         self.generation = 0
         self.rows = 0
         self.appended = 0
@@ -89,10 +98,6 @@ class PagedCache(Cache):
         self._parts: list[Any] = []
         self.compared: HeldTensors | None = None
         self._repeated: tuple[Any, Any, list[Tensor]] = ((), None, [])
-        for tensor in self._tensors().values():
-            # A cache keeps its shape and address: its dims do not become symbols, and captures use it in place.
-            mark_static(tensor)
-            mark_static_address(tensor, guard=False)
 
     def _tensors(self) -> dict[str, Tensor]:
         named = [(f"layers.{i}.{name}", t) for i, x in enumerate(self.paged.layers) for name, t in x.tensors().items()]
@@ -290,11 +295,9 @@ class PagedCache(Cache):
         fail("E432", got=f"copy.copy of a {type(self).__name__}", fix="use copy.deepcopy, or hf.new_cache(model)")
 
     def __repr__(self) -> str:
-        paged = self.paged
-        return (
-            f"PagedCache({paged.max_batch_size} x {paged.max_seq_len} tokens, {paged.cache_format.kv}, "
-            f"{self.nbytes / 2**20:.1f} MiB)"
-        )
+        paged, stored = self.paged, getattr(self.paged.cache_format, "kv", "DeepSeek-V4.1")
+        sizes = f"{paged.max_batch_size} x {paged.max_seq_len} tokens"
+        return f"PagedCache({sizes}, {stored}, {self.nbytes / 2**20:.1f} MiB)"
 
 
 _OF_CACHE_LAYERS = (

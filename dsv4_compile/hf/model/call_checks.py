@@ -168,7 +168,7 @@ def _enter(module: Any, args: Any, kwargs: Any) -> Entry:
     )
     handle = take_own(model, allocate, hold=False) if cache is None else cache
     held = held_by(model, handle)
-    _take(held, new=cache is None)
+    take(held, new=cache is None)
     try:
         positions = arguments.pop("position_ids", None)
         ids, mask = arguments["input_ids"], arguments.get("attention_mask")
@@ -217,7 +217,7 @@ _UNTRACED = tuple(map(torch.compiler.disable, ON_HOST))
 """Steps of `ON_HOST` for a call that Dynamo would trace. To hide them takes time, which other calls save."""
 
 
-def _take(cache: PagedCache, new: bool) -> None:
+def take(cache: PagedCache, new: bool) -> None:
     """Take the cache for this thread's forward; a `new` one is taken already. Raises E208 if it is in use."""
     with LOCK:
         busy = cache.entered and not (new and cache.thread == threading.get_ident())
@@ -278,7 +278,7 @@ def check_call(model: Any, arguments: dict[str, Any]) -> None:
     input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     check(not model.training, "E208", got="a model in training mode", fix="call model.eval(), or revert it to train")
     if input_ids is None or arguments.get("inputs_embeds") is not None:
-        fail("E208", got="inputs_embeds", why="hash-routed layers need token ids", fix="pass input_ids")
+        fail("E208", got="inputs_embeds", why="layers read token ids too, for routes and n-grams", fix="pass input_ids")
     check(not arguments.get("output_attentions"), "E208", got="output_attentions=True", why=NO_WEIGHTS)
     check_ids(input_ids)
     device = model.dsv4_cache.seq_lens.device

@@ -9,36 +9,33 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ...cache import LayerCache
-from ...errors import check, fail
+from ...errors import check
 from ...metadata import AttentionMetadata
 from ...runtime.repeated_layers import begin_layer, end_layer, repeat_layer
 from .._compat import why_not_saved
 from .begin_step import begin_step
-from .cache import CACHE_NAME, PagedCache, cache_like, given_cache
-from .call_checks import NO_WEIGHTS, WHY_NOT_WHOLE, EnteredOnHost, held_by, refuse_uncalled
-from .call_results import RECORDED
-from .draft_generate import OPTION, GeneratesWithDrafts
+from .cache import CACHE_NAME, PagedCache, cache_like
+from .call_checks import WHY_NOT_WHOLE, EnteredOnHost, refuse_uncalled
+from .draft_generate import GeneratesWithDrafts
 from .draft_names import save_with_drafts
-from .generate_call import check_prompt, generating, is_undisturbed, take_own
 from .layer_kinds import LayerTensors, repeated_in, repeats_of, tensors_of_cache, without_rows
 from .layers import CompilableHead
 from .model_snapshot import Snapshot
+from .paged_generation import GeneratesFromPages
 from .redundant_guards import REPEATS, STATE, TENSORS, named
 from .taps import Taps
 from .token_buckets import is_hooked
-from .token_inputs import check_autocast, kept, mark_dynamic_tokens, places_of, restored
-from .unchanged_block import has_block
+from .token_inputs import check_autocast, kept, places_of, restored
 
 hf: Any = modeling_deepseek_v4
 """Module of transformers, untyped because its submodules have the type `Tensor | Module`."""
@@ -250,8 +247,8 @@ class CompilableModel(EnteredOnHost, hf.DeepseekV4Model):
         return normed if taps is None else (normed, taps.read(tapped))
 
 
-class CompilableForCausalLM(GeneratesWithDrafts, EnteredOnHost, hf.DeepseekV4ForCausalLM):
-    """Language model whose `generate` uses the paged cache and marks dynamic dims, so that nothing recompiles."""
+class CompilableForCausalLM(GeneratesWithDrafts, GeneratesFromPages, EnteredOnHost, hf.DeepseekV4ForCausalLM):
+    """Language model with a compilable forward, whose calls are checked on the host."""
 
     # Dynamo must not trace the checks of a wrapper from torch.compile(model), but compile what they call.
     __call__ = torch.compiler.disable(EnteredOnHost.__call__, recursive=False, reason=WHY_NOT_WHOLE)
@@ -283,25 +280,7 @@ class CompilableForCausalLM(GeneratesWithDrafts, EnteredOnHost, hf.DeepseekV4For
                 'Compile it in place: model.compile(fullgraph=True, backend="dsv4"). '
                 "A wrapper from torch.compile(model) is not used by generate()."
             )
-        drafts = kwargs.pop(OPTION, None)
-        cache = given_cache(kwargs)
-        if cache is not None:
-            kwargs[CACHE_NAME] = cache
-        held = None if cache is None else held_by(self.model, cache)
-        check_prompt(args, kwargs, held, self.generation_config)
-        with generating(not has_block(self.model) and is_undisturbed(self, args, kwargs), drafts):
-            return super().generate(*args, **kwargs)
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise E208: `hf.RunningBatch` is the continuous batching of a converted model."""
-        fail(
-            "E208",
-            got="transformers' continuous batching",
-            why="it pages keys and values of all layers, and a converted model has its own caches",
-            fix="use dsv4_compile.hf.RunningBatch(model, slots=...), or pass a padded batch to generate",
-        )
-
-    continuous_batching_context_manager = generate_batch = init_continuous_batching
+        return super().generate(*args, **kwargs)
 
     def save_pretrained(
         self, save_directory: Any, *args: Any, save_original_format: bool = True, **kwargs: Any
@@ -316,71 +295,6 @@ class CompilableForCausalLM(GeneratesWithDrafts, EnteredOnHost, hf.DeepseekV4For
         check(not why, "E208", got="save_pretrained of a model with quantised experts", why=why, fix=fix)
         kwargs["save_original_format"] = save_original_format
         save_with_drafts(super().save_pretrained, self.dsv4_drafts, save_directory, *args, **kwargs)
-
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        check(
-            generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
-            "E208",
-            got=f"generation mode {generation_mode.value}",
-            fix="use greedy search or sampling (num_beams=1, no assistant model)",
-        )
-        check(
-            generation_config.cache_implementation is None,
-            "E208",
-            got=f"cache_implementation={generation_config.cache_implementation!r}",
-            why="a converted model has its own static cache",
-            fix="leave cache_implementation unset",
-        )
-        check(generation_config.use_cache is not False, "E208", got="use_cache=False", fix="leave use_cache unset")
-        check(not generation_config.output_attentions, "E208", got="output_attentions=True", why=NO_WEIGHTS)
-        mask = model_kwargs.get("attention_mask")
-        check(
-            mask is None or mask.dim() != 2 or bool((mask[:, -1] != 0).all()),
-            "E208",
-            got="prompts that end in padding",
-            why="the first new token would follow from a padding token",
-            fix='pad prompts on the left: tokenizer.padding_side = "left"',
-        )
-        rows = batch_size * generation_config.num_return_sequences
-        cache = model_kwargs.get(CACHE_NAME)
-        if cache is None:
-            self.model.dsv4_cache.check_fits(rows, max_cache_length)
-            model_kwargs[CACHE_NAME] = take_own(*self.entered_model(), hold=True)
-        else:
-            held_by(self.model, cache).check_fits(rows, max_cache_length)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        cache: PagedCache | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Return the new columns and their mask, and nothing that depends on the step, so that one graph serves all."""
-        if next_sequence_length is not None:
-            input_ids = input_ids[:, -next_sequence_length:]
-        # Contiguous copies, because a slice of one column has other strides, and graphs guard on strides.
-        input_ids = input_ids.clone(memory_format=torch.contiguous_format)
-        # Always a mask: transformers makes one only if there is padding, and None would need a second graph.
-        recent = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
-        recent = recent.clone(memory_format=torch.contiguous_format)
-        inputs: dict[str, Any] = {
-            "input_ids": mark_dynamic_tokens(input_ids),
-            "attention_mask": mark_dynamic_tokens(recent),
-            CACHE_NAME: given_cache({"cache": cache, **kwargs}),
-        }
-        forwarded = ("use_cache", "logits_to_keep", *RECORDED)
-        inputs.update({name: kwargs[name] for name in forwarded if kwargs.get(name) is not None})
-        return inputs
 
 
 # save_pretrained writes the name of the class as the architecture, and pipelines look it up.

@@ -24,6 +24,7 @@ from .convert_stack import check_stack, convert_stack, revert_stack
 from .draft_model import DraftModel
 from .token_buckets import COMPILED_AS
 from .undo_convert import undone_on_failure
+from .v41_causal_lm import V41ForCausalLM
 from .weight_types import embedding_weight
 
 if TYPE_CHECKING:
@@ -213,6 +214,9 @@ def new_cache(
 
     Raises E204 for a `max_seq_len` above that of `convert`, to which RoPE tables go, and E210 without the memory.
     """
+    if isinstance(model, V41ForCausalLM):
+        sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_step_tokens": max_step_tokens}
+        return model.new_cache(**{name: size for name, size in sizes.items() if size is not None})
     check_converted(model)
     return cache_like(model.model, max_batch_size, max_seq_len, max_step_tokens)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import TextIteratorStreamer, TextStreamer
 
@@ -48,13 +48,13 @@ class Generation:
     def __init__(self, undisturbed: bool, drafts: bool | None = None) -> None:
         self.drafts = drafts
         self.caches: list[PagedCache] = []
-        self._undisturbed = undisturbed
+        self.undisturbed = undisturbed
         self._compared: tuple[Any, PagedCache] | None = None
 
     def compare_ahead(self, model: Any, cache: PagedCache) -> None:
         """Compare `model`, a `CompilableModel`, and `cache` for the next step, after the launch of this one."""
         snapshot = model.dsv4_snapshot
-        if self._undisturbed and snapshot is not None and snapshot.holds() and cache.holds():
+        if self.undisturbed and snapshot is not None and snapshot.holds() and cache.holds():
             self._compared = snapshot, cache
 
     def has_compared(self, model: Any, cache: PagedCache) -> bool:
@@ -114,7 +114,7 @@ def check_prompt(args: tuple[Any, ...], kwargs: dict[str, Any], held: PagedCache
         )
 
 
-def is_undisturbed(model: nn.Module, *arguments: Any) -> bool:
+def is_undisturbed(model: Any, *arguments: Any) -> bool:
     """Return whether `generate` of `model` runs no code of the caller between its steps. Hooks run in a step.
 
     Args:

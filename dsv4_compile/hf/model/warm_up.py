@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -13,6 +13,7 @@ from ... import progress
 from ..._compat import cpp_builder
 from ...debug import LateWork, compile_log
 from ...errors import check, fail
+from ...models.v41.compiled import CompiledSteps
 from ...ops.common.define import OPS
 from ...options import Options
 from ...runtime.backends import shared_graphs
@@ -21,10 +22,12 @@ from ...runtime.compiled import counting
 from ...runtime.start_times import count, spending, spent, start_line, start_table
 from ...runtime.warmup import warming_up
 from .cache import CACHE_NAME, PagedCache
+from .call_checks import held_by
 from .causal_lm import CompilableForCausalLM
 from .draft_generate import OPTION, run_padding
 from .token_buckets import COMPILED_AS, SHORT, CompiledAs
 from .token_inputs import refuse_autocast
+from .v41_causal_lm import V41ForCausalLM
 
 _log = logging.getLogger("dsv4_compile.hf")
 _CALLS_OF_A_CAPTURE = 3
@@ -80,6 +83,8 @@ def warm_up(model: Any, *, cache: PagedCache | None = None) -> WarmUp:
     warm-up of the process ends with it. Logs the seconds of the start. Raises E208 for a model that is not compiled in
     place, and for a cache with sequences.
     """
+    if isinstance(model, V41ForCausalLM):
+        return _warm_up_v41(model, cache)
     check(
         isinstance(model, CompilableForCausalLM),
         "E208",
@@ -88,7 +93,7 @@ def warm_up(model: Any, *, cache: PagedCache | None = None) -> WarmUp:
     )
     how: CompiledAs | None = model.__dict__.get(COMPILED_AS)
     if how is None or model._compiled_call_impl is None:
-        fail("E208", got="warm_up of a model that is not compiled", fix='call model.compile(backend="dsv4") first')
+        _refuse_uncompiled()
     held = model.model.dsv4_cache if cache is None else cache
     check(cache is None or held.appended == 0, "E208", got="warm_up in a cache with sequences", fix="call its reset()")
     paged = held.paged
@@ -125,14 +130,34 @@ def warm_up(model: Any, *, cache: PagedCache | None = None) -> WarmUp:
     return done
 
 
+def _refuse_uncompiled() -> NoReturn:
+    """Raise E208 for a model to warm up that runs eager."""
+    fail("E208", got="warm_up of a model that is not compiled", fix='call model.compile(backend="dsv4") first')
+
+
+def _warm_up_v41(model: V41ForCausalLM, cache: Any) -> WarmUp:
+    """Compile and capture all steps over a cache of a DeepSeek-V4.1."""
+    held: Any = model.dsv4_cache if cache is None else held_by(model, cache)
+    with compile_log() as log, spending("run"):
+        steps = model.steps_of(held)
+    if not isinstance(steps, CompiledSteps):
+        _refuse_uncompiled()
+    captures, size = 0, 0
+    batches: tuple[int, ...] = ()
+    if steps.captured is not None:
+        statistics, batches = steps.captured.statistics, steps.captured.buckets.sizes
+        captures, size = statistics.captures, statistics.capture_bytes
+    graphs = sum(entry.kind == "compile" for entry in log)
+    return WarmUp(spent(), graphs, captures, size, (), batches)
+
+
 def compile_and_warm_up(model: Any, options: Mapping[str, Any] | None = None) -> WarmUp:
     """Compile a converted model in place, as `hf.load(warm_up=True)` and `dsv4 build` do, and warm it up.
 
     Args:
         options: of backend="dsv4", in place of `serving_options` where they differ.
     """
-    device = model.model.dsv4_cache.seq_lens.device
-    model.compile(fullgraph=True, backend="dsv4", options=serving_options(device, options) or None)
+    model.compile(fullgraph=True, backend="dsv4", options=serving_options(model.device, options) or None)
     return warm_up(model)
 
 

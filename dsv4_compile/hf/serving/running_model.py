@@ -26,6 +26,7 @@ from ..model.call_checks import check_call
 from ..model.causal_lm import CompilableForCausalLM
 from ..model.draft_generate import skipped_additions
 from ..model.unchanged_block import has_block
+from ..model.v41_causal_lm import V41ForCausalLM
 from .requests import Progress
 from .running_drafts import CompiledSource, RunningDrafts, VerifyTokens
 from .running_steps import DecodeTokens, Part, PrefillTokens, TappedPrefill, with_repeated
@@ -38,9 +39,9 @@ Slots = Sequence[Progress | None]
 
 def running_class(model: Any) -> type[RunningModel] | type[RunningV41]:
     """Return the class of a model's steps. Raises E208 for a model that no `RunningBatch` runs."""
-    if isinstance(model, V41Model):
+    if isinstance(model, (V41Model, V41ForCausalLM)):
         return RunningV41
-    fix = "pass a model that dsv4_compile.hf.convert or models.v41.load returned"
+    fix = "pass a model that dsv4_compile.hf.load, hf.convert or models.v41.load returned"
     check(isinstance(model, CompilableForCausalLM), "E208", got=f"a {type(model).__name__}", fix=fix)
     return RunningModel
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import check
 from ...layout import PAD_INDEX
+from ...models.v41.cache import V41Caches
 from ...models.v41.calls import Prompt, check_mode, check_settings, default_device
 from ...models.v41.compiled import CompiledSteps
 from ...models.v41.model import V41Model
@@ -17,6 +18,7 @@ from ...models.v41.prefill import LEAST_ROWS, Piece, chunk_of, run_chunk, tail_l
 from ...runtime import Statistics
 from ...runtime.start_times import spending
 from ...runtime.warmup import warming_up
+from ..model.v41_causal_lm import V41ForCausalLM
 from .requests import Progress
 from .sampling import COLUMNS, choose_tokens, likeliest_tokens
 
@@ -36,7 +38,7 @@ class RunningV41:
 
     def __init__(
         self,
-        model: V41Model,
+        model: V41Model | V41ForCausalLM,
         slots: int,
         max_seq_len: int | None,
         prefill_chunk: int,
@@ -46,12 +48,17 @@ class RunningV41:
         drafts: bool = False,
     ) -> None:
         fix = "RunningBatch(model, slots=8, max_seq_len=4096)"
+        cache_format = None
+        if isinstance(model, V41ForCausalLM):
+            own: V41Caches = model.dsv4_cache.paged
+            cache_format, max_seq_len = own.cache_format, own.max_seq_len if max_seq_len is None else max_seq_len
+        model = _text_model(model)
         check(max_seq_len is not None, "E201", got="a V41Model without max_seq_len", why="it has no cache", fix=fix)
         check_mode(model)
         self.model, self.stack, self.vocab_size = model, model, model.config.vocab_size
         self.state_of_weights = model.state_of_weights
         sizes: dict[str, Any] = {"max_batch_size": slots, "max_seq_len": max_seq_len, "max_step_tokens": prefill_chunk}
-        caches = model.new_caches(drafts=False, **sizes)
+        caches = model.new_caches(cache_format=cache_format, drafts=False, **sizes)
         self.max_seq_len, self.prefill_chunk = caches.max_seq_len, min(prefill_chunk, slots * caches.max_seq_len)
         self.caches, self.device = caches, model.device
         self.graphs = ("cuda" if self.device.type == "cuda" else "off") if graphs == "auto" else graphs
@@ -60,9 +67,9 @@ class RunningV41:
         self._chosen = torch.zeros(slots, dtype=torch.int64, device=self.device)
 
     @staticmethod
-    def in_step_of(model: V41Model) -> Any:
+    def in_step_of(model: V41Model | V41ForCausalLM) -> Any:
         """Return the `InStep` of a split model, or None."""
-        return model.in_step
+        return _text_model(model).in_step
 
     def shared_weights(self) -> list[Tensor]:
         """Return the weights that all ranks have."""
@@ -155,6 +162,11 @@ class RunningV41:
             likeliest = choose_tokens(logits, sent, likeliest)
         places = to_device(torch.tensor([slot for _, slot in served], device="cpu"), self.device)
         self._chosen.index_copy_(0, places, likeliest)
+
+
+def _text_model(model: V41Model | V41ForCausalLM) -> V41Model:
+    """Return the model without transformers' shell."""
+    return model.model if isinstance(model, V41ForCausalLM) else model
 
 
 def _served(slots: Slots) -> list[tuple[Progress, int]]:

@@ -107,7 +107,7 @@ class Attention(nn.Module):
 
     def insert(self, x: Tensor, step: Step, caches: V41Caches) -> None:
         """Write the window rows of the tokens `x` `[T, D]`, and at a source index keys and entries."""
-        insert, formats, rope = torch.ops.dsv4.rope_quantize_insert, caches.format, caches.rope_tables[self.layer]
+        insert, formats, rope = torch.ops.dsv4.rope_quantize_insert, caches.cache_format, caches.rope_tables[self.layer]
         kv, window = self.kv_norm(self.wkv(x)), (V41_WINDOW_BLOCK, formats.window, formats.grid("window"))
         insert(kv, caches.windows[self.layer], step.window_slot, step.positions, rope, *window)
         if not self.is_source:
@@ -126,7 +126,7 @@ class Attention(nn.Module):
         self, x: Tensor, step: Step, caches: V41Caches, selection: Selection | None
     ) -> tuple[Tensor, Selection | None]:
         """Return the output `[T, D]` for the tokens `x`, and the selection for the layers after this one."""
-        formats, rope = caches.format, caches.rope_tables[self.layer]
+        formats, rope = caches.cache_format, caches.rope_tables[self.layer]
         latent = self.q_norm(self.wq_a(x))
         q = self.wq_b(latent).unflatten(-1, (self.heads, self.dim))
         q = apply_rope(q, step.positions, rope).to(x.dtype)
@@ -148,7 +148,7 @@ class Attention(nn.Module):
         self, x: Tensor, latent: Tensor, step: Step, caches: V41Caches, selection: Selection | None
     ) -> Selection:
         """Return the picks of this index source, from the keys of the source that it reads."""
-        formats, indexer = caches.format, self.indexer
+        formats, indexer = caches.cache_format, self.indexer
         assert self.source is not None
         table = caches.entry_tables[self.ratio]
         q = indexer.wq_b(latent).unflatten(-1, (indexer.heads, indexer.dim))

@@ -106,7 +106,7 @@ class V41Caches:
             fail(
                 "E201", got=f"cache_format={shown(cache_format)}", rule="a V41Format", fix="V41Format.plain(), or None"
             )
-        self.config, self.format = config, cache_format or V41Format()
+        self.config, self.cache_format = config, cache_format or V41Format()
         self.max_batch_size = check_size("max_batch_size", max_batch_size)
         self.max_seq_len = check_size("max_seq_len", max_seq_len)
         step = check_optional_size("max_step_tokens", max_step_tokens) or self.max_seq_len
@@ -164,7 +164,7 @@ class V41Caches:
     def _allocate(
         self, requests: int, device: torch.device | str | None
     ) -> tuple[list[Tensor], dict[int, SourceCache], dict[int, Tensor]]:
-        config, formats = self.config, self.format
+        config, formats = self.config, self.cache_format
 
         def rows(fmt: str, pages: int, block_size: int, channels: int) -> Tensor:
             return layout.allocate_cache(

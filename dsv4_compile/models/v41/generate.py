@@ -41,6 +41,8 @@ def generate(
     forward: Callable[..., Tensor] | None = None,
     decode: Callable[..., Tensor] | None = None,
     drafts: bool | None = None,
+    starts: Sequence[int] | None = None,
+    on_tokens: Callable[[list[int | None]], object] | None = None,
 ) -> list[list[int]]:
     """Return the new token ids of each prompt, the stop token included.
 
@@ -51,10 +53,13 @@ def generate(
         stop: ids that end a request (None = those of the configuration).
         caches: for at least these requests and lengths; None takes those of compiled steps, else allocates them, in
             `cache_format`.
-        chunk, mode, forward: see `prefill`. decode: called for steps of one token a request (None = as `forward`).
+        chunk, mode, forward, starts: see `prefill`. decode: called for steps of one token a request (None = as
+            `forward`).
         drafts: verify the model's drafts, so that a step gives a request 1 to N + 1 tokens (None = where model and
             caches have drafts, and without `decode`). Greedy tokens are the same; samples have the same distribution,
             by other random numbers. `model.draft_statistics` says how many were accepted.
+        on_tokens: called with the tokens of each step as they come, None for requests that have ended before. E201 with
+            drafts=True; otherwise without drafts.
 
     Raises as `prefill` does, E211 for logits without a finite largest one, and E208 for drafts=True without drafts.
     """
@@ -75,16 +80,18 @@ def generate(
         check(not both, "E201", got="caches and cache_format", rule="caches have their format")
         if not ids:
             return []
-        with_drafts = uses_drafts(model, drafts, caches, decode)
+        told = on_tokens is not None
+        check(not (told and drafts), "E201", got="on_tokens and drafts=True", rule="steps with drafts call nothing")
+        with_drafts = uses_drafts(model, False if told else drafts, caches, decode)
         if caches is None:
             sizes = sizes_of(model, ids, new, chunk, with_drafts)
             caches = model.new_caches(cache_format=cache_format, drafts=with_drafts, **sizes)
         check_caches(model.config, caches)
-        checked = check_prompts(caches, ids, None, None, more=new)
+        checked = check_prompts(caches, ids, None, starts, more=new)
     captured = _captured(model, forward, len(ids)) if decode is None else None
     run = next(step for step in (decode, forward, model) if step is not None)  # a compiled model has no truth value
-    logits = prefill(model, ids, caches, chunk=chunk, mode=mode, forward=forward)
-    lengths, tokens = [len(prompt.ids) for prompt in checked], [list[int]() for _ in ids]
+    logits = prefill(model, ids, caches, starts=starts, chunk=chunk, mode=mode, forward=forward)
+    lengths, tokens = [prompt.start + len(prompt.ids) for prompt in checked], [list[int]() for _ in ids]
     model.draft_statistics = None
     if with_drafts:
         draft_steps = draft_steps_of(model, caches, forward, len(ids))
@@ -109,6 +116,8 @@ def generate(
                 chosen = choose_tokens(logits, _numbers(settings, device), chosen)
                 captured.choose(chosen)
         values = reading.tokens()
+        if on_tokens is not None:
+            on_tokens([token if live[i] else None for i, token in enumerate(values)])
         for i, token in enumerate(values):
             if live[i]:
                 why = "a NaN in the weights, or a position beyond the caches"

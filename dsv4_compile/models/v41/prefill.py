@@ -162,16 +162,21 @@ def prefill(
     return logits
 
 
-def run_chunk(model: V41Model, run: Callable[..., Tensor], caches: V41Caches, step: Chunk) -> Tensor:
-    """Run a step of prompts by the model or what `compile` returns; return logits `[N, V]` for its `ends` first."""
+def run_chunk(
+    model: V41Model, run: Callable[..., Tensor], caches: V41Caches, step: Chunk, rows: Sequence[int] | None = None
+) -> Tensor:
+    """Run a step of prompts by the model or what `compile` returns.
+
+    Returns logits `[N, V]` that begin with those of `rows` among the tokens that run all layers (None = the `ends`).
+    """
     ids, positions, requests = (to_device(values, model.device) for values in (step.ids, step.positions, step.requests))
     if step.tail is not None and not len(step.tail.rows):
         with step_of_ranks(model):
             getattr(run, "encode", model.encode)(ids, positions, requests, caches)
         return torch.empty(0, model.config.vocab_size, device=model.device)
     tail = None if step.tail is None else Tail(*(to_device(values, model.device) for values in step.tail))
-    rows = [row for _, row in step.ends]
-    last = to_device(torch.tensor(rows + [0] * (LEAST_ROWS - len(rows)), dtype=torch.int64), model.device)
+    wanted = [row for _, row in step.ends] if rows is None else [*rows]
+    last = to_device(torch.tensor(wanted + [0] * (LEAST_ROWS - len(wanted)), dtype=torch.int64), model.device)
     with step_of_ranks(model):
         return run(ids, positions, requests, caches, tail=tail, last=last)
 

@@ -193,7 +193,7 @@ def test_times(warm: CapturedSteps, record_property: Callable[..., None]) -> Non
     replay = seconds(warm.step, 100)
     record_property("us", 1e6 * replay)
     print(
-        f"\n{warm.model.dtype}, {warm.caches.format.entries}: a step {1e6 * replay:.0f} us, eager {1e6 * eager:.0f} us"
+        f"\n{warm.model.dtype}, {warm.caches.cache_format.entries}: a step {1e6 * replay:.0f} us, eager {1e6 * eager:.0f} us"
     )
     assert replay < eager
 

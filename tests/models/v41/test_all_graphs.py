@@ -40,13 +40,13 @@ def test_a_storm_of_sizes_compiles_nothing(model: V41Model, steps: CompiledSteps
             options: dict[str, Any] = {"max_new_tokens": draw.randint(1, 5), "stop": [draw.randrange(64)]}
             options |= {"mode": draw.choice(MODES), "chunk": draw.choice((None, 1, 2, 7, 20))}
             got = generate(model, prompts, **options, forward=steps)
-            caches = model.new_caches(max_batch_size=3, max_seq_len=64, cache_format=steps.caches.format)
+            caches = model.new_caches(max_batch_size=3, max_seq_len=64, cache_format=steps.caches.cache_format)
             assert got == generate(model, prompts, **options, caches=caches), options
 
 
 def test_logits_of_all_rows_are_those_of_the_model(model: V41Model, steps: CompiledSteps) -> None:
     inputs = token_ids(7), torch.arange(7), torch.zeros(7, dtype=torch.int64)
-    want = model(*inputs, model.new_caches(max_batch_size=3, max_seq_len=64, cache_format=steps.caches.format))
+    want = model(*inputs, model.new_caches(max_batch_size=3, max_seq_len=64, cache_format=steps.caches.cache_format))
     torch.testing.assert_close(steps(*inputs, steps.caches), want, rtol=0, atol=1e-4)
 
 

@@ -62,7 +62,8 @@ def close(got: Tensor | list[float], want: list[float]) -> None:
 
 def row(caches: V41Caches, name: str, layer: int, slot: int, channels: int) -> Tensor:
     cache = caches.windows[layer] if name == "window" else getattr(caches.sources[layer], name)
-    return load_rows(cache, getattr(caches.format, name), 32 if name == "window" else 64, torch.tensor(slot), channels)
+    stored = getattr(caches.cache_format, name)
+    return load_rows(cache, stored, 32 if name == "window" else 64, torch.tensor(slot), channels)
 
 
 def test_coefficients_of_the_first_layer(run: tuple[str, Run]) -> None:
