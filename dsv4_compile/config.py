@@ -212,7 +212,7 @@ def _as_dict(source: Any) -> Mapping[str, Any]:
 def _from_hf(cls: type[DeepseekV4Config], raw: Mapping[str, Any]) -> DeepseekV4Config:
     model_type = raw.get("model_type", "deepseek_v4")
     v41 = model_type in ("deepseek_v41", "deepseek_v41_text")
-    fix = "load V4.1 by dsv4_compile.models.v41.load" if v41 else "only deepseek_v4 is supported"
+    fix = "load V4.1 by dsv4_compile.hf.load or models.v41.load" if v41 else "only deepseek_v4 is supported"
     check(model_type == "deepseek_v4", "E205", got=f"model_type={shown(model_type)}", fix=fix)
     check_fields(raw, ATTENTION)
     raw = without_nulls(raw)

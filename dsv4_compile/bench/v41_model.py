@@ -89,7 +89,7 @@ def random_model(config: V41Config, device: torch.device, *, host: bool = False)
 
 def fill_caches(caches: V41Caches) -> None:
     """Fill windows, entries and keys with random rows, their scales near 1."""
-    config, formats = caches.config, caches.format
+    config, formats = caches.config, caches.cache_format
     rows = [(window, formats.window, config.head_dim) for window in caches.windows]
     for source in caches.sources.values():
         rows += [(source.entries, formats.entries, config.head_dim), (source.keys, formats.keys, config.index_head_dim)]

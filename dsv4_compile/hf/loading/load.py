@@ -20,8 +20,9 @@ from ...cache import CacheFormat, PagedCaches
 from ...checkpoints.header import Stored
 from ...checkpoints.reader import Reader
 from ...config import DeepseekV4Config
-from ...errors import DSV4Error, check, error
+from ...errors import DSV4Error, check, error, fail
 from ...loading import hf_name
+from ...models.v41.cache import V41Format
 from ...models.v41.config import MODEL_TYPE
 from ...modules import DeepseekV4Attention
 from ...modules.linear import Linear
@@ -59,7 +60,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     dequantize: bool = False,
-    kv_cache_dtype: str | CacheFormat | Any = "auto",
+    kv_cache_dtype: str | CacheFormat | V41Format = "auto",
     indexer_cache_dtype: str = "auto",
     hadamard: bool = False,
     max_step_tokens: int | None = None,
@@ -78,8 +79,9 @@ def load(
     """Load a DeepSeek-V4 checkpoint and return it converted (see `convert`), in eval mode.
 
     A folder of DeepSeek-V4.1 becomes a language model around `models.v41.load` that generates, compiles and saves as
-    this one does. It has no `indexer_cache_dtype`, `hadamard`, `attention_only`, drafts and `compiled` (E208), and
-    `kv_cache_dtype` is a `models.v41.V41Format`; its caches are allocated after the weights.
+    this one does. It has no `indexer_cache_dtype`, `hadamard`, `attention_only`, `num_drafts` and `compiled` (E208);
+    `kv_cache_dtype` is a `models.v41.V41Format`, draft layers are loaded with "on" alone and not used, and caches are
+    allocated after the weights.
 
     Args:
         path: a folder with `config.json` and safetensors files, as DeepSeek publishes it or as transformers'
@@ -141,18 +143,15 @@ def load(
             "num_drafts": num_drafts is not None,
             "compiled": compiled is not None,
         }
-        more = {
-            "drafts": drafts,
-            "mesh": mesh,
-            "expert_layout": expert_layout,
-            "collectives": collectives,
-            "rank_timeout": rank_timeout,
-        }
-        options: dict[str, Any] = {"dtype": dtype, "dequantize": dequantize, "kv_cache_dtype": kv_cache_dtype, **more}
-        v41 = load_v41(checkpoint, sizes, only_v4=only_v4, device=place_on, **options)
+        options: dict[str, Any] = {"device": place_on, "dtype": dtype, "dequantize": dequantize, "mesh": mesh}
+        options |= {"expert_layout": expert_layout, "collectives": collectives, "rank_timeout": rank_timeout}
+        options |= {"kv_cache_dtype": kv_cache_dtype, "drafts": "off" if drafts == "auto" else drafts}
+        v41 = load_v41(checkpoint, sizes, only_v4=only_v4, **options)
         if options_of_warm_up is not None:
             compile_and_warm_up(v41, options_of_warm_up)
         return v41
+    if isinstance(kv_cache_dtype, V41Format):
+        fail("E202", got="a V41Format for a folder of DeepSeek-V4", fix="pass a CacheFormat, or the name of one")
     if drafts == "on" and not checkpoint.drafts:
         raise without_drafts(checkpoint)
     draft_placement = None

@@ -32,7 +32,7 @@ def load_v41(
         kv_cache_dtype: "auto", or a `V41Format`.
         only_v4: whether options that V4.1 does not have are given, by name.
 
-    Raises E208 for those, E201 for other formats, and what `models.v41.load` raises.
+    Raises E208 for those, E201 for other formats, and the errors of `models.v41.load`.
     """
     given = [name for name, value in only_v4.items() if value]
     fix = "leave them out; caches take kv_cache_dtype=models.v41.V41Format(...)"

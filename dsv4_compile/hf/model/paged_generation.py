@@ -1,4 +1,4 @@
-"""Generation of text over paged caches: transformers' loop, what it passes to a model, and what it may not ask for."""
+"""Generation of text over paged caches: the loop of transformers, its calls of the model, and options it lacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .unchanged_block import has_block
 class GeneratesFromPages:
     """Part of a language model whose `generate` uses a paged cache and marks dynamic dims, so that nothing recompiles.
 
-    The method `entered_model` returns what owns the cache `dsv4_cache`, and a function that allocates one like it.
+    The method `entered_model` returns the owner of the cache `dsv4_cache`, and a function that allocates one like it.
     """
 
     entered_model: Callable[[], tuple[Any, Callable[[], PagedCache]]]

@@ -139,7 +139,7 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
         self.dsv4_cache.steps = None
 
     def steps_of(self, cache: V41Cache) -> CompiledSteps | V41Model:
-        """Return what runs steps over `cache`, compiled and captured by the first call of a compiled model."""
+        """Return the runner of steps over `cache`, compiled and captured by the first call of a compiled model."""
         how = self.compiled
         if how is None:
             return self.model
@@ -318,7 +318,7 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
             return torch.cat([ids, torch.tensor(padded).to(ids)], dim=1)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run transformers' `generate`, see `models.v41.generate` for what runs on the device alone.
+        """Run transformers' `generate`, greedy calls on the device alone, as `models.v41.generate` does.
 
         All ranks of a split model make the same call. E702 on all of them if they chose different tokens, as they do
         where sampling has not the same seed.
@@ -334,7 +334,7 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Write an official folder, without the tokenizer, see `models.v41.save_folder`.
 
-        Raises E208 for options of transformers, and E201 for quantised weights, whose folder is what was loaded.
+        Raises E208 for options of transformers, and E201 for quantised weights: copy the folder that was loaded.
         """
         check(not kwargs, "E208", got=f"save_pretrained with {', '.join(kwargs)}", fix="pass the folder alone")
         save_folder(self.model, save_directory)

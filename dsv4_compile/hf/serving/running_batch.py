@@ -43,8 +43,8 @@ class RunningBatch(RequestSlots):
     """Runs requests of a converted model together, each with the tokens that it gets alone.
 
     Args:
-        model: what `hf.convert` or `models.v41.load` returned, whole or split. Its weights are shared; the cache is the
-            batch's own.
+        model: what `hf.load`, `hf.convert` or `models.v41.load` returned, whole or split. Its weights are shared; the
+            cache is the batch's own.
         slots: most requests that run at the same time.
         max_seq_len: most tokens of a request, prompt and answer together, rounded up to whole pages of 256 (None = that
             of the model's cache; a V4.1 has none and rounds nothing).

@@ -143,7 +143,7 @@ class V41Caches:
             max_batch_size=self.max_batch_size,
             max_seq_len=self.max_seq_len,
             max_step_tokens=self.max_step_tokens,
-            cache_format=self.format,
+            cache_format=self.cache_format,
             device=device,
         )
 

@@ -21,7 +21,7 @@ def folder_rows(checkpoint: Checkpoint) -> tuple[list[tuple[str, str, str, str]]
         placement = place(checkpoint)
     except DSV4Error as fault:
         return [], [fault], 1
-    rows = [_row("model", "DeepSeek-V4.1, text model", "loaded by dsv4_compile.models.v41.load")]
+    rows = [_row("model", "DeepSeek-V4.1, text model", "loaded by dsv4_compile.hf.load, or models.v41.load")]
     config = placement.config
     ratios = [config.ratio(layer) for layer in range(config.num_layers)]
     counts = ", ".join(f"{ratios.count(ratio)} {name}" for ratio, name in _KINDS.items() if ratio in ratios)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
-from dsv4_compile import hf
+from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.errors import InputError
 from dsv4_compile.hf.loading.folder_report import rows
 from dsv4_compile.models.v41 import V41Config, V41Format, V41Model, load, save_folder
@@ -218,10 +218,11 @@ def test_both_names_of_the_padding_id_are_read(folder: Path) -> None:
     assert load(folder, device="cpu", dtype=torch.float32).config.engram_pad == 2
 
 
-def test_the_door_of_v4_names_the_door_of_v41(original: Path) -> None:
-    with pytest.raises(InputError, match=r"dsv4_compile\.models\.v41\.load") as caught:
-        hf.load(original, max_batch_size=1, max_seq_len=64, device="cpu")
+def test_the_configuration_of_v4_names_the_door_of_v41(original: Path) -> None:
+    with pytest.raises(InputError, match=r"dsv4_compile\.hf\.load") as caught:
+        DeepseekV4Config.from_hf(json.loads((original / "config.json").read_text()))
     assert caught.value.code == "E205"
+    assert "dsv4_compile.hf.load" in next(row.note for row in rows(original) if row.name == "model")
 
 
 def test_a_folder_without_its_tokenizer_takes_a_map(folder: Path, worked: V41Model) -> None:

@@ -267,6 +267,6 @@ def test_a_folder_is_loaded_chats_and_is_saved(core: V41Model, tmp_path: Path) -
     words.save_pretrained(tmp_path / "copy")
     copied = hf.load(tmp_path / "copy", **options)
     assert copied.generate(**inputs, **GREEDY)[0, inputs["input_ids"].shape[1] :].tolist() == got
-    for refused in ({"hadamard": True}, {"drafts": "on"}, {"kv_cache_dtype": "fp8_ds_mla"}):
+    for refused in ({"hadamard": True}, {"num_drafts": 1}, {"kv_cache_dtype": "fp8_ds_mla"}):
         with pytest.raises(DSV4Error, match=r"E20[18]"):
             hf.load(tmp_path / "v41", **options | refused)
