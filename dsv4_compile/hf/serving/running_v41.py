@@ -16,6 +16,7 @@ from ...models.v41.compiled import CompiledSteps
 from ...models.v41.model import V41Model
 from ...models.v41.prefill import LEAST_ROWS, Piece, chunk_of, run_chunk, tail_length, to_device
 from ...runtime import Statistics
+from ...runtime.bucket_sizes import token_buckets
 from ...runtime.start_times import spending
 from ...runtime.warmup import warming_up
 from ..model.v41_causal_lm import V41ForCausalLM
@@ -62,7 +63,8 @@ class RunningV41:
         self.max_seq_len, self.prefill_chunk = caches.max_seq_len, min(prefill_chunk, slots * caches.max_seq_len)
         self.caches, self.device = caches, model.device
         self.graphs = ("cuda" if self.device.type == "cuda" else "off") if graphs == "auto" else graphs
-        self._steps = CompiledSteps(model, caches, backend, options, graphs=self.graphs)
+        prompts = token_buckets(self.prefill_chunk)
+        self._steps = CompiledSteps(model, caches, backend, options, graphs=self.graphs, prompt_buckets=prompts)
         self._tail = tail_length(model.config, "tail")
         self._chosen = torch.zeros(slots, dtype=torch.int64, device=self.device)
 
@@ -85,8 +87,8 @@ class RunningV41:
         """Check the model before a step, and what graphs read before one where requests join."""
         check_mode(self.model)
         check_settings(self.device)
-        if joins and self._steps.captured is not None:
-            self._steps.captured.check()
+        if joins:
+            self._steps.check_captured()
 
     def warm_up(self) -> None:
         """Compile and capture all that steps can launch. Eager steps have nothing to prepare."""

@@ -18,7 +18,7 @@ from ... import progress
 from ...errors import check, fail
 from ...layout import PAD_INDEX
 from ...reference.drafts.distributions import likeliest_tokens
-from ...runtime import Capture, Statistics, graphs_for, request_buckets
+from ...runtime import Capture, Graphs, Statistics, graphs_for, request_buckets
 from ...runtime.addresses import AddressCheck, AtFixedAddresses, HeldTensors, named_tensors
 from ...runtime.step import Buckets
 from ...runtime.warmup import warming_up
@@ -89,7 +89,7 @@ class Captures(AtFixedAddresses):
         sizes: rows of inputs to capture, each at least 2.
         most: largest size that the caches take.
         unit: name of a row, in errors and progress.
-        graphs: "auto" and "cuda" for CUDA graphs, "standin" to replay on a CPU in tests.
+        graphs: "auto" and "cuda" for CUDA graphs, "standin" to replay on a CPU in tests; or the pool of other captures.
 
     Model and caches must stay where they are (E421). A step that cannot be captured raises E422, one that captures
     inside E424. Copies and use after a fork raise E432.
@@ -99,10 +99,12 @@ class Captures(AtFixedAddresses):
     """Inputs of each size, at fixed addresses."""
 
     def __init__(
-        self, model: V41Model, caches: V41Caches, sizes: Collection[int], most: int, *, unit: str, graphs: str
+        self, model: V41Model, caches: V41Caches, sizes: Collection[int], most: int, *, unit: str, graphs: str | Graphs
     ) -> None:
         self.model, self.caches, self.unit = model, caches, unit
-        self.graphs = graphs_for(model.device, graphs, 'v41.compile(graphs="standin")')
+        if isinstance(graphs, str):
+            graphs = graphs_for(model.device, graphs, 'v41.compile(graphs="standin")')
+        self.graphs: Graphs = graphs
         self.buckets = Buckets(sizes, max(LEAST_ROWS, most))
         least = self.buckets.sizes[0]
         check(least >= LEAST_ROWS, "E204", got=f"a bucket of {least} {unit}", rule=f"at least {LEAST_ROWS}")

@@ -11,12 +11,15 @@ from torch import Tensor
 from ... import progress
 from ...errors import check
 from ...layout import PAD_INDEX
+from ...runtime import Statistics
 from ...runtime.addresses import AtFixedAddresses
+from ...runtime.bucket_sizes import chunk_tokens, token_buckets
 from ...runtime.compiler_choice import compiler_of
 from ...runtime.drafting import Verified
 from .cache import V41Caches, V41Format
 from .calls import check_mode, check_step, default_device
-from .captured import GRAPHS, CapturedSteps
+from .captured import GRAPHS, CapturedSteps, Captures
+from .captured_prompts import PromptSteps
 from .draft_captured import CapturedDrafts, DraftSteps
 from .draft_steps import verify
 from .model import V41Model
@@ -36,6 +39,7 @@ class CompiledSteps(AtFixedAddresses):
         model, caches: what the graphs read and write.
         captured: CUDA graphs of small steps, such as those of `generate` after a prompt, or None.
         captured_drafts: those of steps with drafts, or None.
+        prompts, encodes: those of steps of prompts on and before a tail, or None.
     """
 
     def __init__(
@@ -47,22 +51,33 @@ class CompiledSteps(AtFixedAddresses):
         *,
         graphs: str = "off",
         buckets: Collection[int] | None = None,
+        prompt_buckets: Collection[int] | None = None,
     ) -> None:
         self.model, self.caches = model, caches
         self._forward: Callable[..., Tensor] = model.logits
         self._verify: Callable[..., Verified] = verify
-        self._encode: Callable[..., None] = model.encode
+        self._encode: Callable[..., None] = model.insert
         compiler, compile_options = compiler_of(backend, options)
         self._compiles = compiler is not None
         if self._compiles:
             settings: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": True}
             if compile_options is not None:
                 settings["options"] = compile_options
-            self._forward, self._encode = torch.compile(model, **settings), torch.compile(model.encode, **settings)
+            self._forward, self._encode = torch.compile(model, **settings), torch.compile(model.insert, **settings)
             self._verify = torch.compile(verify, **settings)
         self.captured: CapturedSteps | None = None
         if graphs != "off":
             self.captured = CapturedSteps(model, caches, self._forward, buckets=buckets, graphs=graphs)
+        self.prompts: PromptSteps | None = None
+        self.encodes: PromptSteps | None = None
+        if prompt_buckets is None:
+            most = chunk_tokens(caches.max_batch_size, caches.max_step_tokens)
+            prompt_buckets = {max(LEAST_ROWS, size) for size in token_buckets(most)}
+        if self.captured is not None and prompt_buckets:
+            shared: dict[str, Any] = {"buckets": prompt_buckets, "graphs": self.captured.graphs}
+            self.prompts = PromptSteps(model, caches, self._forward, **shared)
+            if model.config.last_source < model.config.num_layers:
+                self.encodes = PromptSteps(model, caches, self._encode, **shared, encode=True)
         self.captured_drafts: CapturedDrafts | None = None
         if graphs != "off" and caches.drafts is not None:
             fitting = None if buckets is None else [size for size in buckets if size <= caches.max_batch_size]
@@ -89,8 +104,8 @@ class CompiledSteps(AtFixedAddresses):
     ) -> Tensor:
         """Return what `V41Model.forward` returns, in memory of the caller.
 
-        A step that has a CUDA graph and no tail replays it, see `CapturedSteps`. Raises E208 for other caches than
-        those that it was compiled for.
+        A step that has a CUDA graph replays it, see `CapturedSteps` and `PromptSteps`. Raises E208 for other caches
+        than those that it was compiled for.
         """
         self._check(ids, positions, requests, caches)
         captured = self.captured
@@ -100,6 +115,8 @@ class CompiledSteps(AtFixedAddresses):
             return logits.clone() if last is None else logits[last]
         if last is None:
             last = torch.arange(len(ids) if tail is None else len(tail.rows), device=ids.device)
+        if self.prompts is not None and self.prompts.fits(len(ids), len(last)):
+            return self.prompts.step(ids, positions, requests, tail, last).clone()
         out: Tensor = self._forward(ids, positions, requests, caches, tail=tail, last=last)
         return out
 
@@ -107,6 +124,9 @@ class CompiledSteps(AtFixedAddresses):
     def encode(self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> None:
         """Do what `V41Model.encode` does. Raises E208 for other caches than those that it was compiled for."""
         self._check(ids, positions, requests, caches)
+        if self.encodes is not None and self.encodes.fits(len(ids)):
+            self.encodes.encode(ids, positions, requests)
+            return
         self._encode(ids, positions, requests, caches)
 
     def _check(self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> None:
@@ -125,11 +145,27 @@ class CompiledSteps(AtFixedAddresses):
         with default_device():
             if self._compiles:
                 self._compile()
-            if self.captured is not None:
-                with step_of_ranks(self.model):
-                    self.captured.warm_up()
-                    if self.captured_drafts is not None:
-                        self.captured_drafts.warm_up()
+            with step_of_ranks(self.model):
+                for captures in self._all_captures():
+                    captures.warm_up()
+
+    def _all_captures(self) -> list[Captures]:
+        """Return all captures, the largest first: others fit in its memory."""
+        every = self.prompts, self.encodes, self.captured, self.captured_drafts
+        return [captures for captures in every if captures is not None]
+
+    @property
+    def statistics(self) -> Statistics:
+        """Captures and replays of all steps, and the bytes of their captures; all zero without graphs."""
+        parts = self._all_captures()
+        pools = {id(part.graphs): part.graphs for part in parts}.values()
+        captures, replays = (sum(getattr(part.statistics, name) for part in parts) for name in ("captures", "replays"))
+        return Statistics(captures, replays, capture_bytes=sum(pool.memory() for pool in pools))
+
+    def check_captured(self) -> None:
+        """Raise E421 for a tensor that captures read and that was moved or replaced since."""
+        for captures in self._all_captures():
+            captures.check()
 
     def _compile(self) -> None:
         device = self.model.device
@@ -164,6 +200,7 @@ def compile(
     options: Mapping[str, Any] | None = None,
     graphs: str = "auto",
     buckets: Collection[int] | None = None,
+    prompt_buckets: Collection[int] | None = None,
     **sizes: Any,
 ) -> CompiledSteps:
     """Compile all graphs of a model before its first request, and capture decode steps on a GPU, with progress.
@@ -179,6 +216,9 @@ def compile(
             "off", or "standin", which replays on a CPU, for tests.
         buckets: numbers of tokens to capture (None = those of 1 to `max_batch_size` requests); with drafts, those that
             are numbers of requests are captured with drafts, too.
+        prompt_buckets: numbers of tokens of a step of prompts to capture, twice each (None =
+            `runtime.token_buckets` up to 8,192 tokens, [] = none). Longer steps run compiled, and so do steps with
+            logits of more than `max_batch_size` rows.
 
     Raises E204 for sizes and E210 for caches that do not fit, both without `caches`; E201 for sizes with `caches`;
     E301 for a backend or options that nobody knows; E420 for CUDA graphs on a CPU; E422 and E424 for steps that cannot
@@ -192,6 +232,6 @@ def compile(
     else:
         extra = [*sizes, *(["cache_format"] if cache_format is not None else [])]
         check(not extra, "E201", got=f"caches and {', '.join(extra)}", rule="caches have their sizes and format")
-    steps = CompiledSteps(model, caches, backend, options, graphs=kind, buckets=buckets)
+    steps = CompiledSteps(model, caches, backend, options, graphs=kind, buckets=buckets, prompt_buckets=prompt_buckets)
     steps.warm_up()
     return steps

@@ -142,6 +142,10 @@ class V41Model(nn.Module):
         """Write what later tokens need of a prompt before its tail: layers up to the insertion of the last source."""
         if not torch.compiler.is_compiling():
             check_step(self.config, self.device, ids, positions, requests, caches)
+        self.insert(ids, positions, requests, caches)
+
+    def insert(self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> None:
+        """Do what `encode` does, of a step that is not checked: for captures."""
         streams, pre, rows, step = self._begin(ids, positions, requests, caches)
         selection = None
         for layer in self._stack():

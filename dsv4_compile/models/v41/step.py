@@ -16,7 +16,7 @@ class Tail(NamedTuple):
     """Tokens of a step that run the layers after the last source.
 
     Attributes:
-        rows: int64 `[N]`, rows of the step.
+        rows: int64 `[N]`, rows of the step, -1 for padding.
         first: int64 `[N]`, the first position that their windows hold after the last source.
     """
 
@@ -41,8 +41,14 @@ class Step(NamedTuple):
     window_slots: Tensor
 
     def at(self, rows: Tensor) -> Step:
-        """Return the step of some of its rows."""
-        return Step(*(values[rows] for values in self))
+        """Return the step of some of its rows, -1 for padding."""
+        live, step = rows >= 0, Step(*(values[rows] for values in self))
+        return step._replace(
+            positions=torch.where(live, step.positions, PAD_INDEX),
+            requests=torch.where(live, step.requests, PAD_INDEX),
+            window_slot=torch.where(live, step.window_slot, PAD_INDEX),
+            window_slots=torch.where(live[:, None], step.window_slots, PAD_INDEX),
+        )
 
     def with_windows_from(self, first: Tensor) -> Step:
         """Return the step with windows that hold no position before `first`."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4_compile import hf
 from dsv4_compile.errors import GraphError
-from dsv4_compile.models.v41 import V41Caches, V41Format, V41Model, compile, generate, load, save_folder
+from dsv4_compile.models.v41 import V41Caches, V41Format, V41Model, compile, generate, load, prefill, save_folder
 from dsv4_compile.models.v41.captured import CapturedSteps
 from dsv4_compile.models.v41.tiny import tiny_model
 from dsv4_compile.testing import assert_bitwise
@@ -128,6 +128,30 @@ def test_a_compiled_step_is_captured() -> None:
     tokens = generate(case.model, prompts(), max_new_tokens=8, stop=[], forward=steps)
     assert [len(new) for new in tokens] == [8, 8, 8]
     assert generate(case.model, prompts(), max_new_tokens=8, stop=[], forward=steps) == tokens
+
+
+@pytest.mark.parametrize("backend", [None, "dsv4"])
+def test_prompts_are_captured_with_eagers_tokens(backend: str | None) -> None:
+    """In steps before, on and inside a tail, of several buckets and modes; a replay allocates nothing."""
+    case = Case(tiny_model(**KINDS).to(CUDA), FORMATS["plain"])
+    ids = torch.cat([token_ids(), token_ids()])
+    long, short = ids[:57], ids[3:12]
+    steps = compile(case.model, caches=case.caches(max_step_tokens=16), backend=backend, prompt_buckets=[8, 24, 32])
+    assert steps.statistics.captures == 6 + 4
+    print(f"\n{backend}: captures of {steps.statistics.capture_bytes / 2**20:.1f} MiB")
+    for mode in ("tail", "full", "replay"):
+        for some in ([long], [long, short], [short, long, ids[:1]]):
+            caches, before = case.caches(max_step_tokens=16), steps.statistics.replays
+            options: dict[str, Any] = {"chunk": 16, "mode": mode}
+            want = prefill(case.model, some, caches, **options)
+            reserved = torch.cuda.memory_stats()["reserved_bytes.all.current"]
+            got = prefill(case.model, some, steps.caches, forward=steps, **options)
+            assert torch.cuda.memory_stats()["reserved_bytes.all.current"] <= reserved + (2 << 20)
+            assert steps.statistics.replays == before + max(-(-len(prompt) // 16) for prompt in some)
+            torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[torch.float32])
+            options |= {"max_new_tokens": 12, "stop": []}
+            tokens = generate(case.model, some, caches=case.caches(max_step_tokens=16), **options)
+            assert generate(case.model, some, forward=steps, **options) == tokens
 
 
 def test_requests_of_a_batch_get_tokens_of_their_prompts(case: Case) -> None:
