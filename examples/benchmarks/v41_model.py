@@ -243,7 +243,7 @@ class Bench:
                 kind = kind_of(node.name)
                 sums[kind] = sums.get(kind, 0.0) + node.us
             row |= {"launches": len(launches), "kernels_ms": round(sum(sums.values()) / 1e3, 3)}
-            row["us"] = {kind: round(us, 1) for kind, us in sorted(sums.items(), key=lambda item: -item[1])}
+            row["us_by_kind"] = {kind: round(us, 1) for kind, us in sorted(sums.items(), key=lambda item: -item[1])}
             row["kernels"] = by_name(launches)[:60]
         if backend == "plain":
             row["experts_a_layer"] = self.experts_touched(captured.caches, batch)

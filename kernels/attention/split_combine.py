@@ -322,9 +322,9 @@ def combine_at_once_kernel(
         live = lses[i] > float("-inf")
         weight = tl.exp2(lses[i] - shift)
         # Selected, because a split that attends nothing was not written and may be NaN.
-        share = tl.where(live[:, None, None], rows[i], 0.0)
+        share = tl.where(live[:, None, None], rows[i], 0.0)  # type: ignore[index]
         if p_partial_unit is not None:
-            share = share.to(tl.float32) * tl.where(live[:, None], units[i], 0.0)[:, :, None]
+            share = share.to(tl.float32) * tl.where(live[:, None], units[i], 0.0)[:, :, None]  # type: ignore[index]
         acc += share * weight[:, None, None]
     factor, lse = finish_softmax(top, total, p_sink, stride_sink, head, True)
     if p_lse is not None:

@@ -62,6 +62,9 @@ FEW_CTAS = 8
 """Most CTAs of 64 rows for an SM; with more, MXFP4 has tiles of 128 rows."""
 MIXED_BLOCK_K = 64
 """K-block of an e4m3 shared expert next to MXFP4 experts: a larger one would leave shared memory for fewer CTAs."""
+BLOCKS_TOKENS, BLOCKS_STAGES = 64, 2
+"""Most tokens of a tile of a shared expert in 32x32 blocks, and stages beyond 32 tokens: with 128 tokens and three
+stages a CTA sometimes computed other values (kernel-notes/moe.md)."""
 REORDERED_COLUMNS = 1024
 """Elements of x that a CTA brings into the order of unpacked weights."""
 INVARIANT_TILE, INVARIANT_CTAS, INVARIANT_PASS = 16, 4.0, 4096
@@ -471,6 +474,8 @@ def plan(
     if places > FEW_PLACES:
         lists, slots, sort = PLAN_TILES, most_tiles(places, experts, tile), sort_programs(places)
     largest = _most_tokens_of_tile(gpu, problem.shared or ())
+    if shared13 is not None and shared13.kind == "blocks":
+        largest = min(largest, BLOCKS_TOKENS)
     shared_tile = _tokens_of_shared(gpu, INVARIANT_TILE if invariant else tokens, tile, largest)
     shared_slots = cdiv(tokens, shared_tile) if problem.shared is not None else 0
     # The interpreter, too, reads descriptors.
@@ -496,6 +501,8 @@ def plan(
                 shared_tiling = shared_tiling._replace(block_k=min(shared_tiling.block_k, MIXED_BLOCK_K))
             if mixed or shared_tiling.rows > tiling.rows:  # more stages would take the shared memory of a further CTA
                 shared_tiling = shared_tiling._replace(stages=min(shared_tiling.stages, 3))
+            if second.kind == "blocks" and shared_tile > 32:
+                shared_tiling = shared_tiling._replace(stages=min(shared_tiling.stages, BLOCKS_STAGES))
             of_shared = of_shared._replace(
                 kind=second.kind, block_k=shared_tiling.block_k, stages=shared_tiling.stages
             )  # fmt: skip

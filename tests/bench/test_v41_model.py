@@ -131,7 +131,7 @@ def test_kernels_have_a_kind(script: ModuleType, kernel: str, kind: str) -> None
 
 def test_kinds_of_kernels_are_a_table() -> None:
     row = {"what": "kernels", "backend": "plain", "context": 64, "batch": 1, "launches": 3, "kernels_ms": 0.01}
-    rows = {"v41_model": [row | {"us": {"GEMMs": 8.0, "rest": 2.0}}, {"what": "kernels", "backend": "dsv4"}]}
+    rows = {"v41_model": [row | {"us_by_kind": {"GEMMs": 8.0, "rest": 2.0}}, {"what": "kernels", "backend": "dsv4"}]}
     lines, shown = figures_v41.kinds(rows)
     assert lines[1] == ["plain", "64", "1", "3", "0.01", "0.00", "0.01"] and len(shown) == 1
 

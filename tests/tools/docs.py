@@ -98,6 +98,13 @@ VARIANTS: Mapping[tuple[str, ...], Sequence[tuple[str, str]]] = {
         ),
         ("moe/moe_experts.py", "other formats, sizes and GPUs"),
     ),
+    ("mx_experts",): (
+        (
+            "moe/mx_experts_sm90.py",
+            "sm_90, MXFP4, a shared expert of e4m3, inputs rounded, from two tokens to 1,024 places and 8 an expert",
+        ),
+        ("moe/mx_experts.py", "other formats, sizes and GPUs: the launches of `moe_experts`"),
+    ),
     ("indexer_logits", "indexer_logits_topk", "indexer_topk_slots"): (
         ("indexer/score_sm90.py", "sm_90, `indexer_fp8`: the score"),
         ("indexer/score_triton.py", "other caches and GPUs: the score"),

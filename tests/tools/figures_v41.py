@@ -52,8 +52,8 @@ def steps(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
 
 def kinds(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of kernels of a step: launches, and ms of each kind."""
-    shown = [row for row in _of(rows, "kernels") if row.get("us")]
-    names = list(dict.fromkeys(kind for row in shown for kind in row["us"]))
+    shown = [row for row in _of(rows, "kernels") if row.get("us_by_kind")]
+    names = list(dict.fromkeys(kind for row in shown for kind in row["us_by_kind"]))
     lines = [["backend", "context", "batch", "launches", *(f"{name}, ms" for name in names), "sum, ms"]]
     for row in shown:
         cells = [f"{row['us'].get(name, 0.0) / 1e3:.2f}" for name in names]

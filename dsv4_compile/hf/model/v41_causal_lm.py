@@ -57,6 +57,7 @@ class _Compiled(NamedTuple):
     backend: Any
     options: Mapping[str, Any]
     graphs: str
+    prompt_buckets: tuple[int, ...] | None
 
 
 class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -121,8 +122,9 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
         """Compile in place; the first call of each cache, or `hf.warm_up`, compiles all graphs, with progress.
 
         Args:
-            backend, options: of `torch.compile`. `dsv4.cudagraph="full"` captures the model's own cache as
-                `v41.compile` does; caches of `hf.new_cache` share its compiled code, and are not captured.
+            backend, options: of `torch.compile`. `dsv4.cudagraph="full"` captures steps over the model's own cache as
+                `v41.compile` does, with `dsv4.buckets="off"` decode steps alone; caches of `hf.new_cache` share its
+                compiled code, and are not captured.
             fullgraph, dynamic: steps are always one graph of dynamic sizes; E303 for False.
 
         Raises E301 for a backend or options that nobody knows, E420 for captures on a CPU.
@@ -132,10 +134,12 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
         left = dict(options or {})
         captured = left.pop("dsv4.cudagraph", "off") == "full"
         graphs = left.pop("dsv4.cudagraph.graphs", "auto") if captured else "off"
+        buckets = left.pop("dsv4.buckets", "auto")
+        check(buckets != "on" or captured, "E208", got='dsv4.buckets="on" without captures', why="they are of captures")
         compiler_of(backend, left)
         if graphs != "off":
             graphs_for(self.model.device, graphs, 'options={"dsv4.cudagraph.graphs": "standin"}')
-        self.compiled = _Compiled(backend, left, graphs)
+        self.compiled = _Compiled(backend, left, graphs, () if buckets == "off" else None)
         self.dsv4_cache.steps = None
 
     def steps_of(self, cache: V41Cache) -> CompiledSteps | V41Model:
@@ -145,7 +149,8 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
             return self.model
         if cache.steps is None:
             graphs = how.graphs if cache is self.dsv4_cache else "off"
-            cache.steps = CompiledSteps(self.model, cache.paged, how.backend, how.options or None, graphs=graphs)
+            own = self.model, cache.paged, how.backend, how.options or None
+            cache.steps = CompiledSteps(*own, graphs=graphs, prompt_buckets=how.prompt_buckets)
             cache.steps.warm_up()
         return cache.steps
 

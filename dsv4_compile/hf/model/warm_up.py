@@ -142,13 +142,9 @@ def _warm_up_v41(model: V41ForCausalLM, cache: Any) -> WarmUp:
         steps = model.steps_of(held)
     if not isinstance(steps, CompiledSteps):
         _refuse_uncompiled()
-    captures, size = 0, 0
-    batches: tuple[int, ...] = ()
-    if steps.captured is not None:
-        statistics, batches = steps.captured.statistics, steps.captured.buckets.sizes
-        captures, size = statistics.captures, statistics.capture_bytes
-    graphs = sum(entry.kind == "compile" for entry in log)
-    return WarmUp(spent(), graphs, captures, size, (), batches)
+    prompts, batches = (() if part is None else part.buckets.sizes for part in (steps.prompts, steps.captured))
+    graphs, done = sum(entry.kind == "compile" for entry in log), steps.statistics
+    return WarmUp(spent(), graphs, done.captures, done.capture_bytes, prompts, batches)
 
 
 def compile_and_warm_up(model: Any, options: Mapping[str, Any] | None = None) -> WarmUp:

@@ -79,9 +79,8 @@ class RunningV41:
 
     @property
     def statistics(self) -> Statistics:
-        """Captures and replays of decode steps; all zero without graphs."""
-        captured = self._steps.captured
-        return Statistics() if captured is None else captured.statistics
+        """Captures and replays of both kinds of steps; all zero without graphs."""
+        return self._steps.statistics
 
     def prepare(self, joins: bool) -> None:
         """Check the model before a step, and what graphs read before one where requests join."""

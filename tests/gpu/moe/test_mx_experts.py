@@ -83,7 +83,7 @@ def test_inputs_are_rounded_as_by_the_reference_in_both_orders() -> None:
 def test_repeats_capture_and_streams(tokens: int) -> None:
     call = mx_experts(tokens, count=12, **FLASH)
     want = kernels.mx_experts(call)
-    for _ in range(30):
+    for _ in range(300):  # a fault of one call in 40 has been seen
         assert torch.equal(kernels.mx_experts(call), want)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

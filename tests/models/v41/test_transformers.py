@@ -226,7 +226,7 @@ def test_a_compiled_model_replays_its_decode_steps(core: V41Model) -> None:
     model.compile(backend="eager", options={"dsv4.cudagraph": "full", "dsv4.cudagraph.graphs": "standin"})
     with torch._dynamo.config.patch(specialize_float=True):  # as where Inductor has compiled them
         done = hf.warm_up(model)
-    assert (done.graphs, done.captures, done.batches) == (3, 2, (2, 3))
+    assert (done.graphs, done.captures, done.prompts, done.batches) == (3, 4, (33,), (2, 3))
     captured = model.dsv4_cache.steps.captured
     with torch.compiler.set_stance("fail_on_recompile"):
         for options in ({}, {"logits_processor": LogitsProcessorList([Counted()])}):
