@@ -56,7 +56,7 @@ def kinds(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     names = list(dict.fromkeys(kind for row in shown for kind in row["us_by_kind"]))
     lines = [["backend", "context", "batch", "launches", *(f"{name}, ms" for name in names), "sum, ms"]]
     for row in shown:
-        cells = [f"{row['us'].get(name, 0.0) / 1e3:.2f}" for name in names]
+        cells = [f"{row['us_by_kind'].get(name, 0.0) / 1e3:.2f}" for name in names]
         head = [row["backend"], f"{row['context']:,}", str(row["batch"]), f"{row['launches']:,}"]
         lines.append([*head, *cells, f"{row['kernels_ms']:.2f}"])
     return lines, shown
