@@ -124,7 +124,8 @@ class Bench:
     def compiled_steps(self, backend: str, caches: V41Caches, buckets: Sequence[int]) -> CapturedSteps:
         """Return captured steps of the plain model, or of a graph compiled for `caches`."""
         if backend == "plain":
-            steps = v41.compile(self.model, caches=caches, backend=None, graphs=self.graphs, buckets=buckets)
+            some = {"graphs": self.graphs, "buckets": buckets, "prompt_buckets": ()}
+            steps = v41.compile(self.model, caches=caches, backend=None, **some)
             assert steps.captured is not None, "graphs are on"
             self.plain = steps
             return steps.captured
