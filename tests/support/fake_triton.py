@@ -175,7 +175,7 @@ def short_operands(compiled: Any) -> list[str]:
     """Return the types of MMA operands with a K smaller than the elements of four lanes.
 
     Triton (3.6, 3.7) repeats them among the lanes, and multiplies some elements twice and others never: it took a wide
-    `kWidth` because the operand was decoded from bytes and, with `tl.join`, from less.
+    `kWidth` because the operand was decoded from bytes and, with `tl.join`, from less. K of 1 is a scale to broadcast.
     """
     text = compiled.asm.get("ttgir", "")
     narrow = set(re.findall(r"^(#mma\d*) = #ttg.nvidia_mma<{versionMajor = 2,", text, re.MULTILINE))
@@ -186,7 +186,7 @@ def short_operands(compiled: Any) -> list[str]:
         {
             operand
             for operand, rows, columns, index, parent, width in operands
-            if parent in narrow and int(columns if index == "0" else rows) < 4 * int(width)
+            if parent in narrow and 1 < int(columns if index == "0" else rows) < 4 * int(width)
         }
     )
 

@@ -162,7 +162,7 @@ def test_requests_of_a_batch_get_tokens_of_their_prompts(case: Case) -> None:
         requests = [batch.submit(prompt, max_new_tokens=12, stop_tokens=[]) for prompt in (*prompts(), [3], [4, 5])]
         requests.append(batch.submit([6, 7, 8], max_new_tokens=12, stop_tokens=[], temperature=1.0, seed=4))
         batch.run()
-        assert batch.statistics.captures == 2 and batch.statistics.replays > 10
+        assert batch.statistics.captures >= 2 and batch.statistics.replays > 10
         answers.append([request.tokens for request in requests])
     assert answers[0] == answers[1] and [len(tokens) for tokens in answers[0]] == [12] * 6
 
