@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -114,3 +115,17 @@ def allocations(call: Call) -> int:
     for _ in range(10):
         call()
     return int(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+
+
+def kernels_us(calls: Sequence[Call]) -> dict[str, float]:
+    """Return the mean microseconds of each kernel of `calls`, one at a time, under the profiler."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        for call in calls:
+            call()
+            torch.cuda.synchronize()
+    total: dict[str, float] = defaultdict(float)
+    for event in profile.events():
+        if event.device_type.name == "CUDA":
+            total[event.name] += event.device_time / len(calls)
+    return {name: round(us, 2) for name, us in total.items()}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from torch import Tensor
 from dsv4_compile import layout
 from dsv4_compile.bench import flash_mla, timing
 from dsv4_compile.bench import sparse_mla_decode as scenario
+from dsv4_compile.bench.nodes import kernels_us
 from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.kernels.attention import sparse_mla_decode_sm90 as many
 from dsv4_compile.kernels.attention import sparse_mla_decode_sm90_few_tokens as few
@@ -120,20 +120,6 @@ def differs(plan: Plan, args: Arguments) -> str:
     got, again = run(plan, *args), run(plan, *args)
     wrong = scenario.differs(got, REFERENCES[scenario.OP](*args))
     return wrong or ("" if all(map(torch.equal, got, again)) else "its runs differ")
-
-
-def kernels_us(calls: Sequence[Callable[[], Any]]) -> dict[str, float]:
-    """Return the mean time of each kernel of `calls` under the profiler."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        for call in calls:
-            call()
-            torch.cuda.synchronize()
-    total: dict[str, float] = defaultdict(float)
-    for event in profile.events():
-        if event.device_type.name == "CUDA":
-            total[event.name] += event.device_time / len(calls)
-    return {name: round(us, 2) for name, us in total.items()}
 
 
 def rows(sizes: Sequence[str], device: torch.device, until: float) -> Iterator[dict[str, Any]]:

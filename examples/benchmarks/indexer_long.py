@@ -13,7 +13,6 @@ import itertools
 import multiprocessing
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.bench import timing
+from dsv4_compile.bench.nodes import kernels_us
 from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.kernels.indexer.indexer_logits import RAGGED_SELECT_TILE, SELECT_TILE
 from dsv4_compile.kernels.indexer.select_groups import select_from_groups
@@ -154,20 +154,6 @@ def warm(size: str) -> list[str]:
         selection()
     torch.cuda.synchronize()
     return faults
-
-
-def kernels_us(calls: Sequence[Any]) -> dict[str, float]:
-    """Return the mean time of each kernel of `calls` under the profiler."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        for call in calls:
-            call()
-            torch.cuda.synchronize()
-    total: dict[str, float] = defaultdict(float)
-    for event in profile.events():
-        if event.device_type.name == "CUDA":
-            total[event.name] += event.device_time / len(calls)
-    return {name: round(us, 2) for name, us in total.items()}
 
 
 def selections(

@@ -167,6 +167,14 @@ def plan_some(p_tiles, p_ids, me, places, first_expert, tiles, SHAPE: tl.constex
     tl.store(p_tiles + o_tile * (2 + TILE), NO_TILE, unused)
 
 
+@triton.jit
+def tile_places(p_tile, TILE: tl.constexpr):
+    """Return int64 places of a tile that `plan_some` wrote, and their mask."""
+    o_place = tl.arange(0, TILE)
+    mask = o_place < tl.load(p_tile + 1)
+    return tl.load(p_tile + 2 + o_place, mask, 0).to(tl.int64), mask
+
+
 def most_tiles(places: int, experts: int, tile: int) -> int:
     """Return the largest number of tiles that `places` places of `experts` experts may need."""
     return places // tile + min(places, experts)

@@ -24,7 +24,7 @@ from ..host.pdl import pdl_constants, pdl_prologue, uses_pdl
 from .expert_gemm import swiglu
 from .expert_gemm_sm90 import multiply_e4m3, multiply_mxfp4, split_e4m3, split_element, split_position
 from .expert_operands import GemmTile, Problem, SplitRows, Weight, WeightRows, Weights, WeightShape, descriptor
-from .expert_plan import PlanShape, most_tiles, plan_some
+from .expert_plan import PlanShape, most_tiles, plan_some, tile_places
 from .expert_sum import add_up_places
 
 MOST_PLACES = 1024
@@ -65,14 +65,6 @@ def _columns(p_tile, TILE: tl.constexpr):
     o_column = tl.arange(0, 2 * TILE)
     mask = o_column % TILE < tl.load(p_tile + 1)
     return tl.load(p_tile + 2 + o_column % TILE, mask, 0).to(tl.int64), o_column // TILE, mask
-
-
-@triton.jit
-def _places(p_tile, TILE: tl.constexpr):
-    """Return places of a tile and their mask."""
-    o_place = tl.arange(0, TILE)
-    mask = o_place < tl.load(p_tile + 1)
-    return tl.load(p_tile + 2 + o_place, mask, 0).to(tl.int64), mask
 
 
 @triton.jit
@@ -180,7 +172,7 @@ def split_gate_up_kernel(
             rows = WeightRows(weight, p_words, expert, first, first + o_r // HALF * INNER + o_r % HALF)
             x = SplitRows(p_split + token * (2 * HIDDEN) + part * HIDDEN, p_split_scale + token, mask)
             acc = multiply_mxfp4(rows, x, 2 * INNER, HIDDEN, HIDDEN, TILE)
-            place, mask = _places(p_tile, TOKENS)
+            place, mask = tile_places(p_tile, TOKENS)
             _store_hidden((p_hidden, p_hidden_scale), acc, place, mask, first, limit, INNER, True, TILE)
 
 
@@ -236,7 +228,7 @@ def split_down_kernel(
             p_x = p_hidden + place * (2 * INNER) + part * INNER
             x = SplitRows(p_x, p_hidden_scale + place * (INNER // HALF), mask)
             acc = multiply_mxfp4(WeightRows(weight, p_words, expert, first, o_row), x, HIDDEN, INNER, HALF, TILE)
-            place, mask = _places(p_tile, TOKENS)
+            place, mask = tile_places(p_tile, TOKENS)
             acc *= tl.load(p_weights + place, mask, 0.0)[None, :]
             tl.store(p_results + place[None, :] * HIDDEN + o_row[:, None], acc, mask[None, :])
 

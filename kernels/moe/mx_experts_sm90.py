@@ -8,6 +8,7 @@ of 32 columns of the hidden state, so it rounds them as it stores them. The last
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from .expert_gemm import multiply
 from .expert_gemm_mxfp8 import MxRows, multiply_mxfp8, mxfp8_tiles
 from .expert_gemm_sm90 import split_position
 from .expert_operands import GemmTile, Problem, TokenRows, Weight, WeightRows, Weights, descriptor
-from .expert_plan import PlanShape, most_tiles, plan_some
+from .expert_plan import PlanShape, most_tiles, plan_some, tile_places
 from .expert_sum import add_up_places
 from .moe_experts import MIXED_BLOCK_K, rounded_hidden
 from .moe_experts_sm90 import HALF, PLANNED, REGISTERS, ROWS, SHARED_TOKENS, TOKENS, most_tokens
@@ -105,20 +106,12 @@ def round_kernel(
 
 
 @triton.jit
-def _tile_places(p_tile, TOKENS: tl.constexpr):
-    """Return the places of a tile and their mask."""
-    o_place = tl.arange(0, TOKENS)
-    mask = o_place < tl.load(p_tile + 1)
-    return tl.load(p_tile + 2 + o_place, mask, 0).to(tl.int64), mask
-
-
-@triton.jit
 def _rows(p_x, p_words, SIZE: tl.constexpr, p_tile, TOP_K: tl.constexpr, TOKENS: tl.constexpr):
     """Return the `MxRows` of a tile: row `place // TOP_K` of each place."""
     o_column = tl.arange(0, 2 * TOKENS)
     mask = o_column < tl.load(p_tile + 1)
     row = tl.load(p_tile + 2 + o_column, mask, 0).to(tl.int64) // TOP_K
-    place, word_mask = _tile_places(p_tile, TOKENS)
+    place, word_mask = tile_places(p_tile, TOKENS)
     return MxRows(p_x + row * SIZE, mask, p_words + place // TOP_K * (SIZE // (4 * MX_TILE)), word_mask)
 
 
@@ -183,7 +176,7 @@ def mx_gate_up_kernel(
         p_tile = p_tiles + (program - shared) // (INNER // HALF) * (2 + TOKENS)
         expert = tl.load(p_tile)
         if expert >= 0:
-            place, mask = _tile_places(p_tile, TOKENS)
+            place, mask = tile_places(p_tile, TOKENS)
             rows = WeightRows(weight, p_words, expert, first, first + o_r // HALF * INNER + o_r % HALF)
             x = _rows(p_x, p_x_words, HIDDEN, p_tile, TOP_K, TOKENS)
             acc = multiply_mxfp8(rows, x, 2 * INNER, HIDDEN, TILE)
@@ -230,7 +223,7 @@ def mx_down_kernel(
         p_tile = p_tiles + (slot - shared) * (2 + TOKENS)
         expert = tl.load(p_tile)
         if expert >= 0:
-            place, mask = _tile_places(p_tile, TOKENS)
+            place, mask = tile_places(p_tile, TOKENS)
             x = _rows(p_hidden, p_hidden_words, INNER, p_tile, 1, TOKENS)
             acc = multiply_mxfp8(WeightRows(weight, p_words, expert, first, o_row), x, HIDDEN, INNER, TILE)
             p_row = p_results + place[None, :] * HIDDEN + o_row[:, None]
@@ -272,6 +265,7 @@ def fits(problem: Problem, tokens: int) -> bool:
     return kinds == ("mxfp4", "mxfp4", "blocks", "blocks") and rows and few
 
 
+@functools.lru_cache(1024)
 def plan(problem: Problem, tokens: int, gpu: Gpu) -> MxPlan:
     """Return the launches of a call that fits."""
     w13, w2, shared = problem.w13, problem.w2, problem.shared

@@ -242,7 +242,7 @@ def test_a_compiled_model_replays_its_decode_steps(core: V41Model) -> None:
 
 
 def test_a_folder_is_loaded_chats_and_is_saved(core: V41Model, tmp_path: Path) -> None:
-    """As transformers' users do, with its tokenizer, a chat template, a pipeline and a running batch."""
+    """A tokenizer, a chat template, a pipeline and a running batch of a loaded folder."""
     save_folder(core, tmp_path / "v41")
     words: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer()), pad_token="a", eos_token="b")
     words.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
