@@ -38,8 +38,8 @@ MAX_PARTIAL_BYTES = 256 * 2**20
 CHUNK = 16
 MAX_REGISTERS = 128
 """Register limit of the combine kernel: with it, ptxas issues the loads of all partial results before the first use."""
-AT_ONCE_WARPS, MAX_AT_ONCE = 8, 0
-"""Warps of a program that combines all partial results at once, and most of those: none until that is proven."""
+AT_ONCE_WARPS, MAX_AT_ONCE = 8, 72
+"""Warps of a program that combines all partial results at once, and most of those."""
 SM_REGISTERS = 65536
 WARPS = {torch.float32: 4, torch.float16: 2}
 """Warps by dtype of the partial results, so that a thread loads 16 bytes of 512 dims."""

@@ -238,6 +238,7 @@ DECODES = (
     *((tokens, 64, 512) for tokens in (1, 6, 13, 16, 128, 512)),
     *((tokens, 64, 0) for tokens in (1, 32, 64)),
     *((tokens, 128, 1024) for tokens in (1, 64)),
+    (1, 64, 8192),
     *((tokens, 8, 512) for tokens in (1, 200)),
     *((tokens, heads, 512) for tokens, heads in ((4, 16), (4, 32), (200, 32))),
 )

@@ -7,7 +7,7 @@ import torch
 
 from dsv4_compile import layout
 from dsv4_compile.kernels.attention.common import NOT_FUSED, FusedParts, outputs_for
-from dsv4_compile.kernels.attention.split_combine import Partials, combine_splits
+from dsv4_compile.kernels.attention.split_combine import Partials, combine_splits, warps_at_once
 from dsv4_compile.testing import assert_close
 from tests.support.bounds import checked
 
@@ -54,3 +54,8 @@ def test_all_splits_at_once_are_those_in_turn(
         assert got.lse[1, 0] == torch.inf and (got.out[1, 0] == 0).all()
     else:
         assert want.scale is not None and got.scale is not None and torch.equal(got.scale, want.scale)
+
+
+def test_rows_of_17_to_72_splits_are_combined_at_once() -> None:
+    warps = {splits: warps_at_once(splits) for splits in (1, 16, 17, 65, 72, 73, 130)}
+    assert warps == {1: 0, 16: 0, 17: 8, 65: 8, 72: 8, 73: 0, 130: 0}
