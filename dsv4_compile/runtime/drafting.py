@@ -25,6 +25,8 @@ NO_DRAFT = -1
 """Draft for a place that has none: verification ends there."""
 current_stage: ContextVar[str] = ContextVar("dsv4_stage", default="")
 """Stage of a step with drafts that launches now, for reports: "verify", "accept", "draft", "advance", or ""."""
+SEEDS = 2**63
+"""Seeds that ops take: larger ones of a request are taken modulo it."""
 NUMBERS = 4
 """Columns of `numbers`, as `accept_drafts` takes them: temperature, top-k, top-p, unused."""
 

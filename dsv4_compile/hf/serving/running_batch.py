@@ -97,9 +97,9 @@ class RunningBatch(RequestSlots):
         with rejecting(ranks):
             if drafts is not None:
                 check_flags(drafts=drafts)
-            if drafts and model.dsv4_drafts is None:
+            if drafts and not kind.has_drafts(model):
                 refuse_missing_drafts()
-            drafts = model.dsv4_drafts is not None if drafts is None else drafts
+            drafts = kind.has_drafts(model) if drafts is None else drafts
             prefill_chunk = check_size("prefill_chunk", prefill_chunk, least=2)
             with torch.inference_mode(False):  # later steps write its tensors in any mode
                 steps = kind(model, slots, max_seq_len, prefill_chunk, backend, options, graphs, drafts)

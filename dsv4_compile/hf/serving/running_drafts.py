@@ -5,7 +5,7 @@ Row r of a step is slot r. A slot without a request that decodes is padding in i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,11 @@ from ...metadata import AttentionMetadata, MetadataBuffers
 from ...metadata.types import metadata_of
 from ...runtime import DecodeRunner, DraftStatistics, Statistics
 from ...runtime.bucket_sizes import request_buckets
-from ...runtime.drafting import NO_DRAFT, NUMBERS, Drafting, accept_and_draft
+from ...runtime.drafting import NO_DRAFT, NUMBERS, SEEDS, Drafting, accept_and_draft
 from ...runtime.step import Buckets, StepFunction, StepInputs, no_requests, step_call
 from .requests import Progress
 from .running_steps import Staged, TappedTokens
 
-_SEEDS = 2**63
-"""Seeds that ops take: larger ones of a request are taken modulo it."""
 Compile = Callable[[Any], Any]
 
 
@@ -129,7 +127,7 @@ class RunningDrafts:
     def join(self, done: Sequence[Progress], slots: Sequence[int], chosen: Tensor) -> None:
         """Draft for requests with complete prompts: `chosen` int64 `[slots]` has their first tokens."""
         drafting = self.drafting
-        seeds = [progress.sampling.seed % _SEEDS for progress in done]
+        seeds = [progress.sampling.seed % SEEDS for progress in done]
         lengths = [progress.cached if progress.drafts else 0 for progress in done]
         places, lens, own_seeds = self._joining.send(slots, lengths, seeds)
         values = [value for progress in done for value in progress.sampling.numbers()]
@@ -170,9 +168,25 @@ class RunningDrafts:
         self.read[:rows, 0].copy_(counts[0])
         self.read[:rows, 1:].copy_(tokens[0])
 
-    def finish(self, progress: Progress, count: int, tokens: list[int]) -> list[int]:
-        """Record what a verified step gave a request; return its new tokens."""
-        progress.cached += count
-        progress.accepted[count - 1] += 1
-        self.accepted[count - 1] += 1
-        return tokens[:count]
+
+def new_tokens(
+    drafts: Any, slots: Sequence[Progress | None], chosen: Sequence[int], verified: Collection[Progress]
+) -> list[list[int]]:
+    """Return the new tokens of each slot, and record what verified steps gave their requests.
+
+    Args:
+        drafts: those of the batch, with `width` and `accepted`.
+        chosen: a token of each slot, then a number of new tokens and these tokens for each slot.
+        verified: requests whose drafts the step verified; they have the tokens that follow.
+    """
+    count, width, new = len(slots), drafts.width + 1, []
+    for slot, progress in enumerate(slots):
+        if progress is not None and progress in verified:
+            number, *tokens = chosen[count + slot * width : count + (slot + 1) * width]
+            progress.cached += number
+            progress.accepted[number - 1] += 1
+            drafts.accepted[number - 1] += 1
+            new.append(tokens[:number])
+        else:
+            new.append([chosen[slot]])
+    return new

@@ -28,7 +28,7 @@ from ..model.draft_generate import skipped_additions
 from ..model.unchanged_block import has_block
 from ..model.v41_causal_lm import V41ForCausalLM
 from .requests import Progress
-from .running_drafts import CompiledSource, RunningDrafts, VerifyTokens
+from .running_drafts import CompiledSource, RunningDrafts, VerifyTokens, new_tokens
 from .running_steps import DecodeTokens, Part, PrefillTokens, TappedPrefill, with_repeated
 from .running_v41 import RunningV41
 from .sampling import COLUMNS, NO_TOKEN, choose_tokens, likeliest_tokens
@@ -114,6 +114,11 @@ class RunningModel:
         self._ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._verified: set[Progress] = set()
         self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def has_drafts(model: Any) -> bool:
+        """Return whether the model has drafts."""
+        return model.dsv4_drafts is not None
 
     @staticmethod
     def in_step_of(model: Any) -> Any:
@@ -285,15 +290,8 @@ class RunningModel:
         """Return the new tokens of each slot, from the numbers of `chosen`."""
         if self.drafts is None:
             return [[token] for token in chosen]
-        count, width, new = len(slots), self.drafts.width + 1, []
-        for slot, progress in enumerate(slots):
-            if progress is not None and progress in self._verified:
-                number, *tokens = chosen[count + slot * width : count + (slot + 1) * width]
-                new.append(self.drafts.finish(progress, number, tokens))
-            else:
-                new.append([chosen[slot]])
-        self._verified = set()
-        return new
+        verified, self._verified = self._verified, set()
+        return new_tokens(self.drafts, slots, chosen, verified)
 
     def _choose(self, logits: Tensor, likeliest: Tensor, served: list[Progress], places: Tensor, part: Part) -> None:
         """Set the chosen token of each of `served`, in slots `places`: logits `[N, vocab]`, likeliest tokens `[N]`."""

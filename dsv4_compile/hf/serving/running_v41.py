@@ -1,4 +1,4 @@
-"""Steps of a `RunningBatch` of DeepSeek-V4.1: prompts in chunks, and one graph a decode step."""
+"""Steps of a `RunningBatch` of DeepSeek-V4.1: prompts in chunks, and one graph a decode step, also with drafts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from ...runtime.start_times import spending
 from ...runtime.warmup import warming_up
 from ..model.v41_causal_lm import V41ForCausalLM
 from .requests import Progress
+from .running_drafts import new_tokens
+from .running_v41_drafts import RunningV41Drafts
 from .sampling import COLUMNS, choose_tokens, likeliest_tokens
 
 Slots = Sequence[Progress | None]
@@ -35,7 +37,6 @@ class RunningV41:
     """
 
     reads_each_step = False
-    drafts: None = None
 
     def __init__(
         self,
@@ -58,8 +59,9 @@ class RunningV41:
         check_mode(model)
         self.model, self.stack, self.vocab_size = model, model, model.config.vocab_size
         self.state_of_weights = model.state_of_weights
-        sizes: dict[str, Any] = {"max_batch_size": slots, "max_seq_len": max_seq_len, "max_step_tokens": prefill_chunk}
-        caches = model.new_caches(cache_format=cache_format, drafts=False, **sizes)
+        most = prefill_chunk if model.mtp is None or not drafts else max(prefill_chunk, model.mtp.config.step_tokens)
+        sizes: dict[str, Any] = {"max_batch_size": slots, "max_seq_len": max_seq_len, "max_step_tokens": most}
+        caches = model.new_caches(cache_format=cache_format, drafts=drafts, **sizes)
         self.max_seq_len, self.prefill_chunk = caches.max_seq_len, min(prefill_chunk, slots * caches.max_seq_len)
         self.caches, self.device = caches, model.device
         self.graphs = ("cuda" if self.device.type == "cuda" else "off") if graphs == "auto" else graphs
@@ -67,6 +69,13 @@ class RunningV41:
         self._steps = CompiledSteps(model, caches, backend, options, graphs=self.graphs, prompt_buckets=prompts)
         self._tail = tail_length(model.config, "tail")
         self._chosen = torch.zeros(slots, dtype=torch.int64, device=self.device)
+        self.drafts = RunningV41Drafts(self._steps, slots) if drafts else None
+        self._verified: set[Progress] = set()
+
+    @staticmethod
+    def has_drafts(model: V41Model | V41ForCausalLM) -> bool:
+        """Return whether the model has drafts."""
+        return _text_model(model).mtp is not None
 
     @staticmethod
     def in_step_of(model: V41Model | V41ForCausalLM) -> Any:
@@ -93,6 +102,8 @@ class RunningV41:
         """Compile and capture all that steps can launch. Eager steps have nothing to prepare."""
         with spending("run"), warming_up():
             self._steps.warm_up()
+        if self.drafts is not None:
+            self.drafts.begin()
 
     def prefill(self, slots: Slots) -> list[Progress]:
         """Prefill a chunk of tokens, first come first; return the requests with complete prompts, by slot."""
@@ -119,15 +130,22 @@ class RunningV41:
             progress.state = "decode"
         if done:
             logits = logits[: len(done)]
-            self._choose(logits, likeliest_tokens(logits), done)
+            if self.drafts is None:
+                self._choose(logits, likeliest_tokens(logits), done)
+            else:
+                self._put(self.drafts.first_tokens(logits, done), done)
         return [progress for progress, _ in done]
 
     def is_plain(self, progress: Progress) -> bool:
-        """Return False: no request has drafts."""
+        """Return False: a step with drafts decodes one token of a request whose slot has no room for more."""
         return False
 
     def decode(self, slots: Slots, decoding: list[Progress]) -> None:
-        """Decode a token of each of `decoding`, which are in the order of their slots."""
+        """Decode a token of each of `decoding`, which are in the order of their slots, or verify their drafts."""
+        if self.drafts is not None:
+            self.drafts.decode(slots, decoding)
+            self._verified = set(decoding)
+            return
         served = [(progress, slot) for progress, slot in _served(slots) if progress in decoding]
         rows = [(progress.tokens[-1], progress.cached, slot) for progress, slot in served]
         for progress in decoding:
@@ -148,12 +166,20 @@ class RunningV41:
         self._choose(logits, likeliest, served)
 
     def chosen(self) -> list[int]:
-        """Return the last token that was chosen in each slot, NO_TOKEN for none. Waits for the device."""
-        return self._chosen.tolist()
+        """Return the last token that was chosen in each slot, NO_TOKEN for none. Waits for the device.
+
+        With drafts, a number and tokens follow for each slot, see `RunningV41Drafts.read`.
+        """
+        if self.drafts is None:
+            return self._chosen.tolist()
+        return torch.cat((self._chosen, self.drafts.read.flatten())).tolist()
 
     def new_tokens(self, slots: Slots, chosen: Sequence[int]) -> list[list[int]]:
         """Return the new tokens of each slot, from the numbers of `chosen`."""
-        return [[token] for token in chosen]
+        if self.drafts is None:
+            return [[token] for token in chosen]
+        verified, self._verified = self._verified, set()
+        return new_tokens(self.drafts, slots, chosen, verified)
 
     def _choose(self, logits: Tensor, likeliest: Tensor, served: Sequence[tuple[Progress, int]]) -> None:
         """Set the chosen token of each of `served`: logits `[N, vocab]`, likeliest tokens `[N]`."""
@@ -161,8 +187,12 @@ class RunningV41:
             numbers = [progress.sampling.draw() for progress, _ in served]
             sent = to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu").view(-1, COLUMNS), self.device)
             likeliest = choose_tokens(logits, sent, likeliest)
+        self._put(likeliest, served)
+
+    def _put(self, tokens: Tensor, served: Sequence[tuple[Progress, int]]) -> None:
+        """Set the chosen token of each of `served`."""
         places = to_device(torch.tensor([slot for _, slot in served], device="cpu"), self.device)
-        self._chosen.index_copy_(0, places, likeliest)
+        self._chosen.index_copy_(0, places, tokens)
 
 
 def _text_model(model: V41Model | V41ForCausalLM) -> V41Model:

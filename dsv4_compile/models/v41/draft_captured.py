@@ -4,11 +4,13 @@
     tokens, counts = steps.run(16)     # [16, R, N + 1] and [16, R]
 
 A step leaves the inputs of the next one at fixed addresses: anchors, lengths, drafts and their logits. The first step
-after `load` has no drafts: it chooses a token and drafts the ones after it.
+after `load` has no drafts: it chooses a token and drafts the ones after it. Requests that come and go are described by
+`join` and `describe` instead.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 
 import torch
@@ -59,6 +61,13 @@ class DraftTensors:
             self.record, self.count = ints(MAX_RUN_STEPS, size, drafts + 2), ints(1)
             self.accepted, self._kinds = ints(drafts + 1), torch.arange(1, drafts + 2, device=device)
 
+    def first(self, rows: int) -> DraftTensors:
+        """Return the state of the first rows, in the same memory."""
+        part = copy.copy(self)
+        part.rows = DraftRows(*(_first(tensor, rows) for tensor in self.rows))
+        part.record = self.record[:, :rows]
+        return part
+
     def clear(self) -> None:
         """Make all rows padding."""
         self.rows.lengths.fill_(PAD_INDEX)
@@ -74,10 +83,24 @@ class DraftTensors:
         for target, values in given:
             target[:used].copy_(values, non_blocking=True)
 
+    def join(self, places: Tensor, numbers: Tensor, seeds: Tensor) -> None:
+        """Let requests without drafts take the rows `places`, int64 `[K]`; see `DraftRows` for the others."""
+        rows = self.rows
+        rows.numbers.index_copy_(0, places, numbers)
+        rows.seeds.index_copy_(0, places, seeds)
+        rows.drafts.index_fill_(0, places, NO_DRAFT)
+
+    def describe(self, anchors: Tensor, lengths: Tensor, limits: Tensor) -> None:
+        """Set the last token, the length and the limit of the first requests; rows after them are padding."""
+        rows, used = self.rows, len(anchors)
+        rows.lengths[used:].fill_(PAD_INDEX)
+        for target, values in ((rows.anchors, anchors), (rows.lengths, lengths), (rows.limits, limits)):
+            target[:used].copy_(values, non_blocking=True)
+
     def advance(self, done: Verified) -> Tensor:
         """Note the new tokens of a step, and make the next one of its drafts; return what is noted, `[size, N + 2]`.
 
-        A request without a finite largest logit, whose last token is -1, becomes padding.
+        A request without a finite largest logit, whose last token is -1, becomes padding. Padding keeps its drafts.
         """
         rows, kept = self.rows, done.num_new.long()
         ran = kept > 0
@@ -89,9 +112,9 @@ class DraftTensors:
         self.accepted.add_((kept[:, None] == self._kinds).sum(0))
         rows.anchors.copy_(torch.where(ran, last, rows.anchors))
         rows.lengths.copy_(torch.where(ran & (last < 0), PAD_INDEX, rows.lengths + kept))
-        rows.drafts.copy_(done.drafts)
+        torch.where(ran[:, None], done.drafts, rows.drafts, out=rows.drafts)
         if done.draft_logits is not None:
-            rows.draft_logits.copy_(done.draft_logits)
+            torch.where(ran[:, None, None], done.draft_logits, rows.draft_logits, out=rows.draft_logits)
         return noted
 
     def stop(self, row: int) -> None:
@@ -103,7 +126,32 @@ class DraftTensors:
         return {**self.rows._asdict(), **{name: value for name, value in vars(self).items() if name != "rows"}}
 
 
-class DraftSteps:
+def _first(tensor: Tensor, rows: int) -> Tensor:
+    """Return the first rows of a tensor, no view of it: a graph is specialised on the sizes of a view's base."""
+    shape = rows, *tensor.shape[1:]
+    with torch.inference_mode(False):
+        return tensor.new_empty(0).set_(tensor.untyped_storage(), 0, shape, tensor.stride())
+
+
+class _State:
+    """State of the requests of steps with drafts."""
+
+    _state: DraftTensors
+
+    def join(self, places: Tensor, numbers: Tensor, seeds: Tensor) -> None:
+        """Let requests without drafts take rows, see `DraftTensors.join`."""
+        self._state.join(places, numbers, seeds)
+
+    def stop(self, row: int) -> None:
+        """Make a row of the next steps padding. Waits for nothing."""
+        self._state.stop(row)
+
+    def draft_statistics(self) -> DraftStatistics:
+        """Return the acceptance since `load`. Waits for the device."""
+        return DraftStatistics(tuple(self._state.accepted.tolist()))
+
+
+class DraftSteps(_State):
     """Steps with drafts that are not captured.
 
     Args:
@@ -113,12 +161,23 @@ class DraftSteps:
 
     def __init__(self, model: V41Model, caches: V41Caches, verify: VerifyStep) -> None:
         self.model, self.caches, self._verify = model, caches, verify
-        self._loaded, self._rows = DraftTensors(LEAST_ROWS, model), 0
+        self._state = DraftTensors(max(LEAST_ROWS, caches.max_batch_size), model)
+        self._loaded, self._rows = self._state.first(LEAST_ROWS), 0
+
+    def describe(self, anchors: Tensor, lengths: Tensor, limits: Tensor) -> None:
+        """Describe the next step, see `DraftTensors.describe`. Drafts of its requests stay."""
+        self._choose(len(anchors)).describe(anchors, lengths, limits)
+
+    def _choose(self, rows: int) -> DraftTensors:
+        """Return the state of the next steps, of so many requests."""
+        self._loaded, self._rows = self._state.first(max(LEAST_ROWS, rows)), rows
+        return self._loaded
 
     def load(self, anchors: Tensor, lengths: Tensor, numbers: Tensor, seeds: Tensor) -> None:
         """Begin with the last token of each request int64 `[R]`, at position `lengths` `[R]`; see `DraftRows`."""
-        self._loaded, self._rows = DraftTensors(max(LEAST_ROWS, len(anchors)), self.model), len(anchors)
-        self._loaded.load(anchors, lengths, numbers, seeds, self.caches.max_seq_len)
+        tensors = self._choose(len(anchors))
+        tensors.load(anchors, lengths, numbers, seeds, self.caches.max_seq_len)
+        tensors.accepted.zero_()
 
     @torch.no_grad()
     def step(self) -> Tensor:
@@ -126,16 +185,8 @@ class DraftSteps:
         tensors = self._loaded
         return tensors.advance(self._verify(self.model, tensors.rows, self.caches))[: self._rows]
 
-    def stop(self, row: int) -> None:
-        """Make a row of the next steps padding."""
-        self._loaded.stop(row)
 
-    def draft_statistics(self) -> DraftStatistics:
-        """Return the acceptance since `load`. Waits for the device."""
-        return DraftStatistics(tuple(self._loaded.accepted.tolist()))
-
-
-class CapturedDrafts(Captures):
+class CapturedDrafts(_State, Captures):
     """Captures of a step with drafts, for padded numbers of requests: verify, accept, draft and advance in one graph.
 
     Args:
@@ -158,7 +209,8 @@ class CapturedDrafts(Captures):
         sizes = bucket_sizes(caches) if buckets is None else buckets
         super().__init__(model, caches, sizes, caches.max_batch_size, unit="requests with drafts", graphs=graphs)
         self._verify = verify
-        self._tensors = {size: DraftTensors(size, model) for size in self.buckets}
+        self._state = DraftTensors(self.buckets.sizes[-1], model)
+        self._tensors = {size: self._state.first(size) for size in self.buckets}
 
     def _call_of(self, size: int) -> Callable[[], Tensor]:
         """Return a step of `size` requests at the fixed addresses, which returns what `step` does."""
@@ -178,6 +230,10 @@ class CapturedDrafts(Captures):
         tensors = self._choose_bucket(len(anchors), compare)
         tensors.load(anchors, lengths, numbers, seeds, self.caches.max_seq_len)
         tensors.accepted.zero_()
+
+    def describe(self, anchors: Tensor, lengths: Tensor, limits: Tensor) -> None:
+        """Describe the next step, see `DraftTensors.describe`. Drafts of its requests stay. E204 as in `load`."""
+        self._choose_bucket(len(anchors), False).describe(anchors, lengths, limits)
 
     def step(self) -> Tensor:
         """Replay a step; return int64 `[R, N + 2]`, the number of new tokens of each request and these tokens.
@@ -200,11 +256,3 @@ class CapturedDrafts(Captures):
             self.step()
         record = tensors.record[:steps, : self._rows]
         return record[..., 1:], record[..., 0]
-
-    def stop(self, row: int) -> None:
-        """Make a row of the next steps padding. Waits for nothing."""
-        self._tensors[self._loaded].stop(row)
-
-    def draft_statistics(self) -> DraftStatistics:
-        """Return the acceptance since `load`. Waits for the device."""
-        return DraftStatistics(tuple(self._tensors[self._loaded].accepted.tolist()))

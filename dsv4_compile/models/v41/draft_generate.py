@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import check, fail
 from ...reference.drafts.distributions import NO_TOKEN
-from ...runtime.drafting import Verified
+from ...runtime.drafting import SEEDS, Verified
 from ...sizes import shown
 from .cache import V41Caches
 from .calls import default_device
@@ -21,9 +21,6 @@ from .model import V41Model
 from .prefill import to_device
 from .ranks import step_of_ranks
 from .reading import TokenReading
-
-_SEEDS = 2**63
-"""Seeds that ops take: larger ones of a request are taken modulo it."""
 
 
 def uses_drafts(model: V41Model, drafts: Any, caches: V41Caches | None, decode: Any) -> bool:
@@ -109,7 +106,7 @@ def generate_with_drafts(
     """
     model, device = steps.model, logits.device
     numbers = to_device(torch.tensor([s.numbers() for s in settings], dtype=torch.float64, device="cpu"), device)
-    seeds = to_device(torch.tensor([s.seed % _SEEDS for s in settings], device="cpu"), device)
+    seeds = to_device(torch.tensor([s.seed % SEEDS for s in settings], device="cpu"), device)
     ends = to_device(torch.tensor(lengths, device="cpu"), device)
     none = torch.empty((len(lengths), 0), dtype=torch.int64, device=device)
     first = torch.ops.dsv4.accept_drafts(logits, none, None, numbers, seeds, ends - 1)[1][:, 0]

@@ -46,8 +46,6 @@ class V41Model(nn.Module):
     """Names of the parameters that every rank of a split model has all of."""
     draft_statistics: DraftStatistics | None = None
     """Acceptance of the last `generate`, None if it ran without drafts."""
-    dsv4_drafts: Any = None
-    """Drafts for a `RunningBatch`, which decodes without those of `mtp`."""
 
     def __init__(
         self,
