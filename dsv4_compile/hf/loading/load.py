@@ -80,8 +80,7 @@ def load(
 
     A folder of DeepSeek-V4.1 becomes a language model around `models.v41.load` that generates, compiles and saves as
     this one does. It has no `indexer_cache_dtype`, `hadamard`, `attention_only`, `num_drafts` and `compiled` (E208);
-    `kv_cache_dtype` is a `models.v41.V41Format`, draft layers are loaded with "on" alone and not used, and caches are
-    allocated after the weights.
+    `kv_cache_dtype` is a `models.v41.V41Format`.
 
     Args:
         path: a folder with `config.json` and safetensors files, as DeepSeek publishes it or as transformers'
@@ -145,7 +144,7 @@ def load(
         }
         options: dict[str, Any] = {"device": place_on, "dtype": dtype, "dequantize": dequantize, "mesh": mesh}
         options |= {"expert_layout": expert_layout, "collectives": collectives, "rank_timeout": rank_timeout}
-        options |= {"kv_cache_dtype": kv_cache_dtype, "drafts": "off" if drafts == "auto" else drafts}
+        options |= {"kv_cache_dtype": kv_cache_dtype, "drafts": drafts}
         v41 = load_v41(checkpoint, sizes, only_v4=only_v4, **options)
         if options_of_warm_up is not None:
             compile_and_warm_up(v41, options_of_warm_up)

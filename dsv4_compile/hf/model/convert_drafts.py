@@ -14,7 +14,8 @@ from ...parallel import Ranks, agreement, attention_config
 from ...parallel.split import split_of
 from . import split
 from .convert_stack import check_stack, convert_stack, revert_stack
-from .draft_generate import COMPILED, STEPS, TOLD
+from .draft_columns import TOLD
+from .draft_generate import COMPILED, STEPS
 from .draft_model import DraftModel
 from .draft_settings import check_step
 from .undo_convert import Before

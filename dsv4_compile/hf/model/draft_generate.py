@@ -1,39 +1,24 @@
-"""`generate` with drafts: transformers prepares the call, and this loop takes the place of its decoding loop.
-
-Tokens leave the loop column by column, as in transformers: streamers, stopping criteria and finished rows see what they
-see without drafts. A row with accepted drafts runs ahead of the columns; its tokens wait on the host.
-"""
+"""`generate` with drafts of a DeepSeek-V4: transformers prepares the call, and `DraftCall` has the loop."""
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..._compat import maybe_mark_dynamic
-from ...errors import check, error, fail
 from ...parallel.agreement import digest, digest_in_order
-from ...reference.drafts.distributions import NO_TOKEN
 from ...runtime.drafting import DraftStatistics
-from .._compat import mask_columns, padding_of, sampling_of
-from .cache import CACHE_NAME, RESIZE, CacheHandle
+from .._compat import mask_columns
+from .cache import CACHE_NAME
 from .call_checks import held_by
-from .call_results import RECORDED
+from .draft_columns import AsksForDrafts, DraftCall, why_host
 from .draft_steps import PrefillStep, VerifyStep
-from .generate_call import current
 from .token_inputs import mark_dynamic_tokens, tokens_after
 
-_log = logging.getLogger("dsv4_compile.hf")
-OPTION = "drafts"
-"""Argument of `generate` and attribute of a generation configuration: False generates without drafts."""
-
-STEPS, TOLD, COMPILED = "dsv4_draft_steps", "_dsv4_told", "dsv4_compile"
-"""Attributes of a language model: `DraftSteps`, reasons that were logged, and the arguments of `compile`."""
+STEPS, COMPILED = "dsv4_draft_steps", "dsv4_compile"
+"""Attributes of a language model: `DraftSteps`, and the arguments of `compile`."""
 
 
 class DraftSteps:
@@ -52,11 +37,6 @@ class DraftSteps:
                 step.compile(*arguments[0], **arguments[1])
 
 
-def refuse_missing_drafts() -> NoReturn:
-    """Raise E208 for drafts=True of a model that has none."""
-    fail("E208", got="drafts=True for a model without drafts", fix='load a folder with drafts, drafts="on"')
-
-
 def skipped_additions(module: Any) -> str:
     """Return what a caller has added to the call of `module` and steps that call its parts would skip, or ""."""
     if module._forward_hooks or module._forward_pre_hooks:
@@ -67,7 +47,7 @@ def skipped_additions(module: Any) -> str:
     return "a forward of its own" if replaced else ""
 
 
-class GeneratesWithDrafts:
+class GeneratesWithDrafts(AsksForDrafts):
     """Part of a language model that generates with the drafts of its `dsv4_drafts`, if it has any."""
 
     dsv4_drafts: Any
@@ -114,40 +94,12 @@ class GeneratesWithDrafts:
             self._tell(why)
         return inherited._sample(input_ids, logits_processor, stopping_criteria, generation_config, **arguments)
 
-    def _may_draft(self, config: Any) -> bool:
-        """Return whether the model has drafts that a call wants. Raises E208 for drafts=True without drafts."""
-        generation = current()
-        asked = getattr(config, OPTION, None) if generation is None or generation.drafts is None else generation.drafts
-        check(
-            asked is None or type(asked) is bool,
-            "E208",
-            got=f"drafts={asked!r}",
-            fix="pass drafts=True or drafts=False",
-        )
-        if self.dsv4_drafts is None and asked:
-            refuse_missing_drafts()
-        return self.dsv4_drafts is not None and asked is not False
-
-    def _tell(self, why: str) -> None:
-        """Log why a call runs without drafts, once."""
-        told: set[str] = self.__dict__.setdefault(TOLD, set())
-        if why not in told:
-            told.add(why)
-            _log.warning("generate() runs without drafts: %s", why)
-
 
 def _why_plain(model: Any, ids: Tensor, processors: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any]) -> str:
     """Return why a call runs without drafts, or ""."""
+    if why := why_host(processors, config, synced_gpus, kwargs):
+        return why
     held = held_by(model.model, kwargs[CACHE_NAME])
-    if synced_gpus:
-        return "synced_gpus runs ranks in lockstep"
-    if processors and sampling_of(processors) is None:
-        names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in processors))
-        return f"of {names} only temperature, top-k and top-p run on the device"
-    wanted = [name for name in ("output_scores", "output_logits", *RECORDED) if getattr(config, name, None)]
-    wanted += [name for name in RECORDED if kwargs.get(name)]
-    if wanted:
-        return f"{wanted[0]}=True asks for each step's results"
     for module in (model, model.model):
         if addition := skipped_additions(module):
             return f"a {type(module).__name__} with {addition}"
@@ -163,59 +115,31 @@ def _why_plain(model: Any, ids: Tensor, processors: Any, config: Any, synced_gpu
     return ""
 
 
-@dataclass
-class _Row:
-    """A row on the host.
-
-    Attributes:
-        cached: its tokens in the cache; at_first: those after the prompt.
-        waiting: tokens that have not left the loop.
-        ended: whether a stopping criterion has ended it.
-        end: column of its last token where padding follows.
-    """
-
-    cached: int
-    at_first: int
-    waiting: deque[int] = field(default_factory=deque)
-    ended: bool = False
-    end: int | None = None
-
-
-class _Call:
-    """A call of `generate` with drafts."""
+class _Call(DraftCall):
+    """A call of `generate` with drafts of a DeepSeek-V4."""
 
     def __init__(self, model: Any, processors: Any, criteria: Any, config: Any, streamer: Any) -> None:
-        self.model, self.criteria, self.config, self.streamer = model, criteria, config, streamer
-        self.count = model.dsv4_drafts.num_drafts
-        self.sampling = sampling_of(processors) if config.do_sample else None
+        super().__init__(model, model.dsv4_drafts.num_drafts, processors, criteria, config, streamer)
         self.steps = _steps_of(model)
-        self.accepted = [0] * (self.count + 1)
-        self.pad = padding_of(config, criteria)
 
-    def draw_seeds(self, rows: int) -> Tensor:
-        """Return a seed for each row, int64 `[B]` on the host: torch.manual_seed repeats a sampled call."""
-        if self.sampling is None:
-            return torch.zeros(rows, dtype=torch.int64, device="cpu")
-        return torch.randint(0, 2**63 - 1, (rows,), device="cpu")
+    @property
+    def in_step(self) -> Any:
+        """`InStep` of a split model, or None."""
+        return self.model.model.dsv4_in_step
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, seeds: Tensor, kwargs: dict[str, Any]) -> Any:
         """Return what transformers' loop returns for a prompt `[B, S]` and seeds `[B]`, equal on all ranks."""
         handle, input_ids = kwargs[CACHE_NAME], input_ids.long()
         self.model.dsv4_drafts.adopt()
-        self.held = held = held_by(self.model.model, handle)
-        self.handle, self.ids, self.prompt = handle, input_ids, input_ids.shape[1]
+        held = held_by(self.model.model, handle)
+        self.begin(held, handle, input_ids)
         rows, device = input_ids.shape[0], input_ids.device
-        numbers = torch.zeros(rows, 4, dtype=torch.float64, device=device)
-        numbers[:] = torch.tensor(self.sampling or (0.0, 0.0, 1.0, 0.0), dtype=torch.float64)
-        self.limit = held.paged.max_seq_len
-        self.requests = {"numbers": numbers, "seeds": seeds.to(device)}
+        self.requests = {"numbers": self.numbers(rows).to(device), "seeds": seeds.to(device)}
         self.requests["limits"] = torch.full((rows,), self.limit, device=device)
         if rows > 1:
             self.requests = {name: _dynamic(tensor) for name, tensor in self.requests.items()}
         _allocate_draft_caches(held, self.model.dsv4_drafts)
-        private = isinstance(handle, CacheHandle) and handle.holder is current()
-        self.outlives = self.config.return_dict_in_generate or not private
 
         columns = mask_columns(self.config, kwargs.get("attention_mask"), input_ids)
         new = input_ids[:, max(held.appended - (columns - input_ids.shape[1]), 0) :]
@@ -223,35 +147,18 @@ class _Call:
         mask = None if mask is None else mask[:, -new.shape[1] :]
         chunk = self.config.prefill_chunk_size or new.shape[1]
         first, drafts, logits = self._append(new, mask, None, chunk)
-        if (in_step := self.model.model.dsv4_in_step) is not None:
+        if (in_step := self.in_step) is not None:
             # Accepting different drafts would take the ranks apart, and each has weights of them that may have changed.
             values = {"values of drafts": digest_in_order(drafts)}
             in_step.agree(values if logits is None else {**values, "bits of draft logits": digest(logits)})
-        self.base = held.appended - input_ids.shape[1]  # columns of the cache before those of `ids`
-        lengths, tokens = held.seq_lens[:rows].tolist(), first.tolist()
-        self.rows = [_Row(length, length, deque([token])) for length, token in zip(lengths, tokens, strict=True)]
-        ids = torch.cat((first[:, None], drafts), 1).clamp_min(0)
-        try:
-            while not self._emit():
-                ids, drafts, logits = self._verify(ids, drafts, logits)
-        except BaseException:  # of a streamer or a criterion, for example
-            if in_step is not None:
-                held.interrupted = True  # other ranks may not have this fault, and do not come to `_settle`
-            elif self.outlives and not held.interrupted:
-                try:
-                    self._settle()
-                except BaseException:
-                    held.interrupted = True
-                    raise
-            raise
-        if self.outlives:
-            self._settle()
-        if self.streamer is not None:
-            self.streamer.end()
+        self.fed = torch.cat((first[:, None], drafts), 1).clamp_min(0), drafts, logits
+        result = self.run(first)
         self.steps.statistics = DraftStatistics(tuple(self.accepted))
-        if not self.config.return_dict_in_generate:
-            return self.ids
-        return GenerateDecoderOnlyOutput(**{"sequences": self.ids, CACHE_NAME: handle})
+        return result
+
+    def append(self, new: Tensor, mask: Tensor, last: Tensor, size: int) -> None:
+        """Append columns to the cache."""
+        self._append(new, mask, last, size)
 
     def _append(self, new: Tensor, mask: Tensor | None, last: Tensor | None, size: int) -> tuple[Tensor, Any, Any]:
         """Append columns to the cache, `size` at a time; return the token after them, its drafts and their logits.
@@ -272,72 +179,15 @@ class _Call:
             self.held.drafted = self.held.appended
         return result
 
-    def _verify(self, ids: Tensor, drafts: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def verify(self) -> None:
         """Verify the drafts of rows that may go on, and give them their tokens."""
-        width, most = self.count + 1, self.criteria.max_length or self.limit + 1
-        widths = []
-        for row in self.rows:
-            produced = self.ids.shape[1] + len(row.waiting)
-            # Rows keep together where the cache will be read again: it can be cut to where the last step began.
-            goes_on = row.end is None and produced < most and not (self.outlives and row.waiting)
-            has_room = not goes_on or bool(row.waiting) or row.cached < self.limit
-            got = f"a row of {row.cached} tokens that no criterion has ended"
-            check(has_room, "E204", got=got, why=f"the cache takes {self.limit} tokens of a sequence", fix=RESIZE)
-            widths.append(min(width, self.limit - row.cached) if goes_on else 0)
-        room = torch.tensor(widths, device="cpu")[:, None] > torch.arange(width, device="cpu")
+        ids, drafts, logits = self.fed
+        room = torch.tensor(self.widths(), device="cpu")[:, None] > torch.arange(self.count + 1, device="cpu")
         tensors = {"input_ids": ids, "attention_mask": room.to(ids.device), "drafts": drafts, "draft_logits": logits}
         tensors = {name: _dynamic(t) if t is not None and len(t) > 1 else t for name, t in tensors.items()}
         results = self.steps.verify(**tensors, **self.requests, **{CACHE_NAME: self.handle})
-        for row, (new, *tokens) in zip(self.rows, results[0].tolist(), strict=True):  # waits for the device
-            if new:
-                row.cached += new
-                row.waiting.extend(tokens[:new])
-                self.accepted[new - 1] += 1
-        # A bound on the columns of tokens; the step has appended columns of rejected drafts too.
-        self.held.appended = self.held.drafted = self.base + self.ids.shape[1] + max(len(r.waiting) for r in self.rows)
-        return results[1], results[2], results[3]
-
-    def _check(self, token: int) -> None:
-        if token == NO_TOKEN:
-            fix = "look for NaN and infinity in the weights that its tokens reach, embeddings first"
-            raise error("E211", got=f"logits of NaN or infinity after {self.ids.shape[1]} columns", fix=fix)
-
-    def _emit(self) -> bool:
-        """Emit every column that all rows have a token for; return whether all rows have ended."""
-        while all(row.end is not None or row.waiting for row in self.rows):
-            for row in self.rows:
-                if row.end is None:
-                    self._check(row.waiting[0])
-            tokens = [row.waiting.popleft() if row.end is None else self.pad for row in self.rows]
-            column = torch.tensor(tokens, device=self.ids.device)
-            self.ids = torch.cat((self.ids, column[:, None]), dim=-1)
-            stopped = self.criteria(self.ids, None).tolist()
-            if self.streamer is not None:
-                self.streamer.put(column.cpu())
-            for row, stops in zip(self.rows, stopped, strict=True):
-                if stops and self.pad is not None and row.end is None:
-                    row.end = self.base + self.ids.shape[1] - 1
-                row.ended |= stops
-            if all(row.ended for row in self.rows):
-                return True
-        return False
-
-    def _settle(self) -> None:
-        """Bring the cache into the state that plain decode leaves: all columns but the last, padding of ended rows."""
-        held, device = self.held, self.ids.device
-        last = self.base + self.ids.shape[1] - 1
-        begin = self.base + self.prompt
-        columns = []
-        for row in self.rows:
-            correct = last if row.end is None else min(row.end + 1, last)
-            columns.append(min(begin + row.cached - row.at_first, correct))
-        lengths = [row.at_first + end - begin for row, end in zip(self.rows, columns, strict=True)]
-        held.seq_lens[: len(lengths)].copy_(torch.tensor(lengths, dtype=torch.int32))
-        held.appended = held.drafted = first = min(columns)
-        if first < last:
-            new = self.ids[:, first - self.base : last - self.base]
-            missing = torch.arange(first, last, device=device) >= torch.tensor(columns, device=device)[:, None]
-            self._append(new, missing.long(), self.ids[:, -1].contiguous(), held.paged.max_step_tokens)
+        self.take(results[0].tolist())  # waits for the device
+        self.fed = results[1], results[2], results[3]
 
 
 def run_padding(model: Any, rows: int, columns: int, *, ends: bool, cache: Any) -> None:

@@ -13,7 +13,7 @@ from ...errors import check, fail
 from .cache import CACHE_NAME, PagedCache, given_cache
 from .call_checks import NO_WEIGHTS, held_by
 from .call_results import RECORDED
-from .draft_generate import OPTION
+from .draft_columns import OPTION
 from .generate_call import check_prompt, generating, is_undisturbed, take_own
 from .token_inputs import mark_dynamic_tokens
 from .unchanged_block import has_block

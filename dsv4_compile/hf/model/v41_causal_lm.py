@@ -22,7 +22,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...errors import check, fail
 from ...layout import PAD_INDEX
-from ...models.v41.calls import default_device
 from ...models.v41.compiled import CompiledSteps
 from ...models.v41.config import MODEL_TYPE
 from ...models.v41.generate import generate
@@ -32,17 +31,20 @@ from ...models.v41.ranks import same_on_ranks, step_of_ranks
 from ...models.v41.save import official_config, save_folder
 from ...runtime import graphs_for
 from ...runtime.compiler_choice import compiler_of
+from ...runtime.drafting import DraftStatistics
 from .._compat import mask_columns, padding_of
 from .batch_checks import Call, check_batch
 from .cache import CACHE_NAME, CacheHandle, PagedCache, given_cache
 from .call_checks import check_call, held_by, take
 from .call_results import RECORDED, inference_only
-from .draft_generate import refuse_missing_drafts
+from .draft_columns import AsksForDrafts, why_host
+from .draft_generate import skipped_additions
 from .generate_call import current, take_own
 from .paged_generation import GeneratesFromPages
 from .token_buckets import is_hooked
 from .token_inputs import kept
 from .v41_cache import NewTokens, V41Cache
+from .v41_drafts import V41DraftCall, modes
 
 
 class V41HfConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -60,7 +62,7 @@ class _Compiled(NamedTuple):
     prompt_buckets: tuple[int, ...] | None
 
 
-class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class V41ForCausalLM(AsksForDrafts, GeneratesFromPages, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """Language model of transformers around a `V41Model`. `hf.load` makes it of a folder of DeepSeek-V4.1.
 
     Args:
@@ -72,8 +74,8 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
     config_class = V41HfConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
-    dsv4_drafts: Any = None
-    """Drafts, as a `RunningBatch` asks for them: those of `model.mtp` are not used."""
+    draft_statistics: DraftStatistics | None = None
+    """Acceptance by position and tokens a step of the last `generate`, None if it ran without drafts."""
 
     def __init__(self, model: V41Model, sizes: Mapping[str, Any], generation: GenerationConfig | None = None) -> None:
         text = official_config(model.config)["text_config"]
@@ -93,11 +95,16 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
             names = "max_batch_size", "max_seq_len", "max_step_tokens", "cache_format"
             sizes = {name: getattr(own.paged, name) for name in names} | sizes
         with torch.inference_mode(False):
-            return V41Cache(self.model.new_caches(drafts=False, **sizes))
+            return V41Cache(self.model.new_caches(**sizes))
 
     def entered_model(self) -> tuple[Any, Callable[[], PagedCache]]:
         """Return this model and a function that allocates a cache for it."""
         return self, self.new_cache
+
+    @property
+    def dsv4_drafts(self) -> Any:
+        """Draft layers of the model, None for none."""
+        return self.model.mtp
 
     def get_input_embeddings(self) -> Any:
         """Return the embedding."""
@@ -194,7 +201,7 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
         held: Any = held_by(self, handle)
         take(held, new=given is None)
         columns = 0 if labels is not None else logits_to_keep
-        with _entered(held), _modes():
+        with _entered(held), modes():
             logits = self._logits(input_ids, attention_mask, position_ids, held, columns)
         loss = None
         if labels is not None:
@@ -265,8 +272,22 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Run `models.v41.generate` if nothing but its tokens is asked for, else transformers' loop."""
+        """Generate with drafts; else greedy tokens alone by `models.v41.generate`, and others by transformers' loop.
+
+        The log says once why a call that wants drafts runs without.
+        """
         held: Any = held_by(self, model_kwargs[CACHE_NAME])
+        self.draft_statistics = None
+        if self._may_draft(generation_config):
+            why, seeds = self._why_plain(held, logits_processor, generation_config, synced_gpus, model_kwargs), None
+            if not why:
+                call = V41DraftCall(self, logits_processor, stopping_criteria, generation_config, streamer)
+                seeds = call.draw_seeds(len(input_ids))
+            if self.model.in_step is not None:
+                seeds = self.model.in_step.agree({"runs without drafts": why}, seeds)[0]
+            if seeds is not None:
+                return call.generate(input_ids, seeds, model_kwargs)
+            self._tell(why)
         new = stopping_criteria.max_length - input_ids.shape[1]
         generation, config, own = current(), generation_config, isinstance(model_kwargs[CACHE_NAME], CacheHandle)
         plain = (
@@ -285,6 +306,17 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
         arguments = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
         return inherited._sample(input_ids, logits_processor, stopping_criteria, generation_config, **arguments)
 
+    def _why_plain(self, held: Any, processors: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any]) -> str:
+        """Return why a call runs without drafts, or ""."""
+        if why := why_host(processors, config, synced_gpus, kwargs):
+            return why
+        for module in (self, self.model):
+            if addition := skipped_additions(module):
+                return f"a {type(module).__name__} with {addition}"
+        if is_hooked(self.modules()):
+            return "modules with hooks"
+        return "" if held.paged.drafts is not None else "the cache has no windows for drafts"
+
     def _generate(
         self, ids: Tensor, criteria: Any, config: Any, streamer: Any, held: Any, new: int, **model_kwargs: Any
     ) -> Tensor:
@@ -300,7 +332,7 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
         def put(chosen: list[int | None]) -> None:
             streamer.put(torch.tensor([fill if token is None else token for token in chosen]))
 
-        with _modes():
+        with modes():
             tokens = NewTokens.of(last, keep, held, self.model.config)
             held.interrupted = True
             run: Any = self.steps_of(held)
@@ -311,6 +343,7 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
                 max_new_tokens=new,
                 stop=ends,
                 caches=held.paged,
+                drafts=False,
                 forward=None if run is self.model else run,
                 on_tokens=None if streamer is None else put,
             )
@@ -328,8 +361,6 @@ class V41ForCausalLM(GeneratesFromPages, PreTrainedModel, GenerationMixin):  # t
         All ranks of a split model make the same call. E702 on all of them if they chose different tokens, as they do
         where sampling has not the same seed.
         """
-        if kwargs.pop("drafts", None):
-            refuse_missing_drafts()
         result = super().generate(*args, **kwargs)
         with same_on_ranks(self.model, "the end of generate") as facts:
             tokens = result if isinstance(result, Tensor) else result.sequences
@@ -353,10 +384,3 @@ def _entered(held: Any) -> Iterator[None]:
         yield
     finally:
         held.entered = False
-
-
-@contextmanager
-def _modes() -> Iterator[None]:
-    """Run a block in the modes that graphs were compiled in, whatever those of the caller are."""
-    with torch.inference_mode(False), torch.no_grad(), default_device():
-        yield

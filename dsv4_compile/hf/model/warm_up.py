@@ -24,7 +24,8 @@ from ...runtime.warmup import warming_up
 from .cache import CACHE_NAME, PagedCache
 from .call_checks import held_by
 from .causal_lm import CompilableForCausalLM
-from .draft_generate import OPTION, run_padding
+from .draft_columns import OPTION
+from .draft_generate import run_padding
 from .token_buckets import COMPILED_AS, SHORT, CompiledAs
 from .token_inputs import refuse_autocast
 from .v41_causal_lm import V41ForCausalLM

@@ -29,7 +29,7 @@ from ...errors import check, fail
 from ...runtime import DraftStatistics, Statistics
 from ...sizes import check_size, shown
 from ..model.arguments import callback, check_flags, integer, stop_set, token_ids
-from ..model.draft_generate import refuse_missing_drafts
+from ..model.draft_columns import refuse_missing_drafts
 from .request_slots import NewToken, RequestSlots
 from .requests import Progress, Request
 from .running_model import running_class

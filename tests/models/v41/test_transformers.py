@@ -150,7 +150,8 @@ def test_logits_of_all_columns_are_those_of_one_step(core: V41Model, model: Any)
     for batch in (padded("left"), padded("right"), gaps):
         logits, keep = model(**batch).logits, batch["attention_mask"].bool()
         last = model(**batch, logits_to_keep=3).logits
-        assert torch.equal(last, logits[:, -3:]) and not logits[~keep].any()
+        torch.testing.assert_close(last, logits[:, -3:], rtol=0, atol=1e-4)  # GEMMs of other sizes
+        assert not logits[~keep].any() and not last[~keep[:, -3:]].any()
         for row in range(3):
             ids = batch["input_ids"][row][keep[row]]
             caches = core.new_caches(max_batch_size=1, max_seq_len=64, cache_format=PLAIN)
