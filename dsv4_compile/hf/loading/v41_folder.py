@@ -32,7 +32,7 @@ def load_v41(
         kv_cache_dtype: "auto", or a `V41Format`.
         only_v4: whether options that V4.1 does not have are given, by name.
 
-    Raises E208 for those, E201 for other formats, and the errors of `models.v41.load`.
+    Raises E208 for those, E201 for other formats, and the errors of `models.v41.load`, E210 for the caches among them.
     """
     given = [name for name, value in only_v4.items() if value]
     fix = "leave them out; caches take kv_cache_dtype=models.v41.V41Format(...)"
@@ -40,8 +40,10 @@ def load_v41(
     if kv_cache_dtype != "auto" and not isinstance(kv_cache_dtype, v41.V41Format):
         fail("E201", got=f"kv_cache_dtype={shown(kv_cache_dtype)}", rule='"auto", or a models.v41.V41Format')
     cache_format = None if kv_cache_dtype == "auto" else kv_cache_dtype
-    model = v41.load(checkpoint.folder, dtype=torch.bfloat16 if dtype is None else dtype, **options)
+    of_caches = {**sizes, "cache_format": cache_format}
+    dtype = torch.bfloat16 if dtype is None else dtype
+    model = v41.load(checkpoint.folder, dtype=dtype, caches=of_caches, **options)
     generation = generation_config(checkpoint.folder, model.config.vocab_size)
-    loaded = V41ForCausalLM(model, {**sizes, "cache_format": cache_format}, generation)
+    loaded = V41ForCausalLM(model, of_caches, generation)
     loaded.config.name_or_path = loaded.name_or_path = str(checkpoint.folder)
     return loaded

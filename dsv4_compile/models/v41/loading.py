@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +21,25 @@ from ...hf.loading.placement import Piece, Placement
 from ...hf.loading.split_load import rank_pieces
 from ...layout import MX_TILE
 from ...loading import check_scales
-from ...parallel import watchdog
+from ...parallel import Ranks, gather_objects, watchdog
 from ...reference.common.block_scale import dequantize_weight
 from ...reference.common.quant import dequantize_mxfp4, dequantize_tiles
+from ...sizes import free_memory
+from .cache import V41Caches
 from .config import V41Config
 from .model import V41Model
 from .ngrams import compressed_ids
 from .placement import Found, V41Placement, place
 from .splitting import keep_part, on_all_ranks, ready_ranks, split_of, watch
-from .tables import empty_like, lock_tables, on_host
+from .tables import device_bytes, empty_like, lock_tables, on_host
 from .tensors import E2M1, E4M3
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("dsv4_compile.models")
+_MOST = 0.95
+"""Share of a device's free memory that weights and caches may take with draft layers that nobody asked for."""
 _MOST_TOKENIZER = 64 << 20
 """Bytes of the longest tokenizer.json."""
 TOKENIZER = "tokenizer.json"
@@ -56,6 +60,7 @@ def load(
     expert_layout: str = "experts",
     collectives: str = "functional",
     rank_timeout: float = watchdog.TIMEOUT,
+    caches: Mapping[str, Any] | None = None,
 ) -> V41Model:
     """Load a folder as DeepSeek publishes V4.1, and return its text model.
 
@@ -68,15 +73,17 @@ def load(
         dequantize: make e4m3 and MXFP4 weights floating. Without it they stay as they are stored.
         quantize_input: round inputs of quantised weights to mxfp8, as DeepSeek's own kernels do.
         token_map: int32 `[vocab_size]`, compressed ids of tokens (None = from the folder's tokenizer).
-        drafts: draft layers (`mtp.*`), which become `model.mtp`. "auto" loads them if the folder has some, "on" raises
-            E209 if it has none, and "off" leaves them out, which the log says.
+        drafts: draft layers (`mtp.*`), which become `model.mtp`. "on" loads them and raises E209 for a folder without;
+            "off" leaves them out; "auto" loads those of a folder if they fit next to the model, its `caches` and a
+            twentieth of the free memory, on all ranks. A warning says that they are left out.
         engram: where its tables go: "device", "host" for locked memory that a GPU reads rows of, or "auto", the device
             if that leaves a tenth of its free memory.
         mesh, expert_layout, collectives, rank_timeout: see `split`. A rank reads its part of the weights alone.
+        caches: arguments of `new_caches` that the model will have, which need memory next to the weights.
 
     Raises, before anything is allocated: E209 for a folder that is incomplete or damaged, E205 for other models, E207
-    for tensors that do not fit the configuration, E210 if the weights do not fit into the device's memory, and with a
-    mesh E701, E702 and E302 as `split` does.
+    for tensors that do not fit the configuration, E210 if weights and `caches` do not fit into the device's memory,
+    E204 for their sizes, and with a mesh E701, E702 and E302 as `split` does.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     floats = (torch.bfloat16, torch.float16, torch.float32)
@@ -86,24 +93,19 @@ def load(
     checkpoint = read_checkpoint(path)
     if drafts == "on" and not checkpoint.drafts:
         raise without_drafts(checkpoint)
-    placement = _placed(checkpoint, drafts != "off")
+    kinds = {"dtype": dtype, "quantised": not dequantize, "quantize_input": quantize_input and not dequantize}
+    ranks = None if mesh is None else ready_ranks(mesh, collectives, target)
+    plan, reason = _plan(checkpoint, drafts != "off", kinds, ranks, expert_layout, caches or {}), ""
+    if drafts == "auto" and plan.placement.drafts is not None and not _fits(plan, engram, target, ranks):
+        plan = _plan(checkpoint, False, kinds, ranks, expert_layout, caches or {})
+        reason = '; they do not fit next to the model, and drafts="on" raises an error that says how much is missing'
+    placement, model, pieces = plan.placement, plan.model, plan.pieces
     config = placement.config
-    quantisation = {"quantised": not dequantize, "quantize_input": quantize_input and not dequantize}
-    with torch.device("meta"):
-        model = V41Model(config, dtype, drafts=placement.drafts, **quantisation)
-    parameters = dict(model.named_parameters())
-    tensors = (*placement.matched, *placement.draft_tensors)
-    pieces: Iterable[Piece] = (piece for tensor in tensors for piece in _pieces(tensor, parameters))
-    if mesh is not None:
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        ranks = ready_ranks(mesh, collectives, target)
-        pieces = list(rank_pieces(pieces, shapes, lambda name: split_of(name, expert_layout), ranks))
-        keep_part(model, ranks, expert_layout, quantised=not dequantize)
     table = folder_token_map(checkpoint.folder, config) if token_map is None else token_map
     good = table.dtype is torch.int32 and tuple(table.shape) == (config.vocab_size,)
     check(good, "E201", got=f"token_map {table.dtype} {list(table.shape)}", rule=f"int32 [{config.vocab_size}]")
-    host = on_host(model, engram, target)
-    _log_left_out(placement)
+    host = on_host(model, engram, target, plan.caches)
+    _log_left_out(placement, reason)
     for prefix, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -121,6 +123,52 @@ def load(
         facts = {"expert_layout": expert_layout, "dtype": dtype, "dequantize": dequantize}
         watch(model, {**facts, "quantize_input": quantize_input}, rank_timeout)
     return model
+
+
+class _Plan(NamedTuple):
+    """A model on the meta device and the pieces that fill it; the bytes of its caches."""
+
+    placement: V41Placement
+    model: V41Model
+    pieces: Iterable[Piece]
+    caches: int
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    drafts: bool,
+    kinds: Mapping[str, Any],
+    ranks: Ranks | None,
+    expert_layout: str,
+    caches: Mapping[str, Any],
+) -> _Plan:
+    """Return what is loaded of a folder, this rank's part of it with `ranks`.
+
+    Args:
+        kinds: of weights, as `V41Model` takes them; caches: arguments of `V41Caches`, none for no caches.
+    """
+    placement = _placed(checkpoint, drafts)
+    with torch.device("meta"):
+        model = V41Model(placement.config, drafts=placement.drafts, **kinds)
+    needed = V41Caches(placement.config, drafts=placement.drafts, device="meta", **caches).nbytes if caches else 0
+    parameters = dict(model.named_parameters())
+    tensors = (*placement.matched, *placement.draft_tensors)
+    pieces: Iterable[Piece] = (piece for tensor in tensors for piece in _pieces(tensor, parameters))
+    if ranks is not None:
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        pieces = list(rank_pieces(pieces, shapes, lambda name: split_of(name, expert_layout), ranks))
+        keep_part(model, ranks, expert_layout, quantised=kinds["quantised"])
+    return _Plan(placement, model, pieces, needed)
+
+
+def _fits(plan: _Plan, engram: str, device: torch.device, ranks: Ranks | None) -> bool:
+    """Return whether weights and caches leave a twentieth of the free memory, on all ranks.
+
+    Tables of the engram do not count where they may go to host memory.
+    """
+    needed, free = plan.caches + device_bytes(plan.model, engram, device), free_memory(device)
+    fits = free is None or needed <= _MOST * free
+    return fits if ranks is None else all(gather_objects(fits, ranks))
 
 
 def _placed(checkpoint: Checkpoint, drafts: bool) -> V41Placement:
@@ -146,11 +194,12 @@ def _raise_first(checkpoint: Checkpoint, *groups: Problems) -> None:
     raise first
 
 
-def _log_left_out(placement: V41Placement) -> None:
-    for what, left_out in (("vision tower", placement.vision), ("draft layers", placement.left_out)):
+def _log_left_out(placement: V41Placement, reason: str) -> None:
+    """Log what is not loaded, and the reason for draft layers, if there is one."""
+    for what, left_out, why in (("vision tower", placement.vision, ""), ("draft layers", placement.left_out, reason)):
         if left_out:
             size = sum(stored.nbytes for stored in left_out) / 1e9
-            _log.warning("%s not built: %d tensors, %.2f GB, are not loaded", what, len(left_out), size)
+            _log.warning("%s not built: %d tensors, %.2f GB, are not loaded%s", what, len(left_out), size, why)
 
 
 def folder_token_map(folder: Path, config: V41Config) -> Tensor:

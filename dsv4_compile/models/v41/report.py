@@ -33,7 +33,8 @@ def folder_rows(checkpoint: Checkpoint) -> tuple[list[tuple[str, str, str, str]]
         size = _gigabytes(sum(tensor.nbytes for tensor in placement.draft_tensors))
         value = f"{drafts.stages} layers of {drafts.num_experts} experts, {drafts.block} drafts a step; {size}"
         reads = ", ".join(map(str, drafts.taps))
-        rows.append(_row("draft layers", value, f'read the inputs of layers {reads}; drafts="off" leaves them out'))
+        note = f'read the inputs of layers {reads}; drafts="off" leaves them out, "auto" where they do not fit'
+        rows.append(_row("draft layers", value, note))
     rows += _left_out(placement)
     sizes: dict[str, Any] = {"max_batch_size": BATCH, "max_seq_len": TOKENS, "max_step_tokens": 512}
     caches = V41Caches(config, device="meta", drafts=drafts, **sizes).nbytes

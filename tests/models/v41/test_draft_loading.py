@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dsv4_compile import hf
 from dsv4_compile.errors import InputError
 from dsv4_compile.hf.loading.folder_report import rows
-from dsv4_compile.models.v41 import V41Config, V41Model, load, save_folder
+from dsv4_compile.models.v41 import V41Config, V41Model, load, loading, save_folder
 from dsv4_compile.models.v41.draft_config import V41DraftConfig
 from dsv4_compile.models.v41.save import official_config
 from dsv4_compile.models.v41.tensors import draft_tensors
@@ -95,6 +96,34 @@ def test_a_folder_says_what_it_has(
     assert caught.value.code == "E209"
     with pytest.raises(InputError, match="drafts='yes'"):
         load(tmp_path, drafts="yes", **CPU)
+
+
+def test_drafts_that_do_not_fit_are_left_out_unless_asked_for(
+    original: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the free memory before anything is read, which caches count against, too."""
+    whole = load(original, **CPU)
+    size = sum(parameter.nbytes for parameter in whole.parameters())
+    free = [size * 1.06]
+    for module in ("models.v41.loading", "models.v41.tables", "sizes"):
+        monkeypatch.setattr(
+            f"dsv4_compile.{module}.free_memory", lambda device: free[0] if device.type == "cpu" else None
+        )
+    assert whole.mtp is not None and load(original, **CPU).mtp is not None
+    with caplog.at_level(logging.WARNING, "dsv4_compile.models"):
+        for limit, caches in ((size * 1.04, None), (size * 1.06, {"max_batch_size": 1, "max_seq_len": 64})):
+            free[0] = limit
+            assert load(original, caches=caches, **CPU).mtp is None
+    assert caplog.text.count('they do not fit next to the model, and drafts="on"') == 2
+    free[0] = size - 1
+    monkeypatch.setattr(loading, "_fill", lambda *args: pytest.fail("weights were read"))
+    many = {"max_batch_size": 9, "max_seq_len": 4096}
+    for drafts, caches in (("on", None), ("on", many), ("auto", many), ("off", many)):
+        with pytest.raises(InputError, match="of caches" if caches else "of weights") as caught:
+            load(original, drafts=drafts, caches=caches, **CPU)
+        assert caught.value.code == "E210"
+    with pytest.raises(InputError, match="max_step_tokens=4 with 5 drafts"):
+        hf.load(original, device="cpu", max_batch_size=1, max_seq_len=64, max_step_tokens=4)
 
 
 def test_the_published_configuration_is_the_default() -> None:
