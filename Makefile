@@ -28,6 +28,8 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles a module when it is imported: a third of those that are installed, which takes pip a minute.
+INSTALL := $(PIP) install --no-compile
 # kernels/ and lowering/ are subpackages by mapping only. The type checker sees the tree as it is installed.
 TYPES := build/types
 # Every pair of TORCH and TRITON has its own stamp, so changing them installs again.
@@ -138,9 +140,9 @@ $(SERVE_STAMP): pyproject.toml
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)
-	$(if $(TORCH),$(PIP) install '$(TORCH)')
-	$(if $(TRITON),$(PIP) install --no-deps '$(TRITON)')
+	$(if $(TORCH),$(INSTALL) '$(TORCH)')
+	$(if $(TRITON),$(INSTALL) --no-deps '$(TRITON)')
 	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/torch.txt
-	$(PIP) install --constraint $(VENV)/torch.txt --editable '.[hf,debug,bench,test]'
+	$(INSTALL) --constraint $(VENV)/torch.txt --editable '.[hf,debug,bench,test]'
 	rm -f $(VENV)/.installed-*
 	touch $@
