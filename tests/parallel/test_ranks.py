@@ -9,7 +9,6 @@ from tests.parallel.processes import Outcomes, run_on_ranks
 
 EVERYWHERE = (
     checks.prefill_and_decode_are_those_of_one_process,
-    checks.prompts_of_unequal_length_and_chunks_give_the_same,
     checks.rows_of_experts_give_the_same,
     checks.results_are_the_same_bits_on_all_ranks,
     checks.a_rank_keeps_its_part_alone,
@@ -18,6 +17,7 @@ EVERYWHERE = (
 )
 ON_TWO = (
     *EVERYWHERE,
+    checks.prompts_of_unequal_length_and_chunks_give_the_same,
     checks.sampled_tokens_are_the_same_with_other_seeds,
     checks.a_model_that_has_its_part_is_converted_as_it_is,
     checks.a_rank_reads_its_part_of_a_checkpoint,
