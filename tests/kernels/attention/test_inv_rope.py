@@ -68,18 +68,17 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @interpreted
 @pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "groups", "heads", "dim", "rope"),
+    ("tokens", "groups", "heads", "dim", "rope", "packed"),
     [
-        (1, 2, 2, 512, 64),
-        (6, 2, 1, 512, 128),
-        (3, 1, 2, 512, 0),
-        (5, 1, 3, 512, 64),
-        (4, 3, 1, 128, 16),
-        (6, 2, 6, 64, 64),
-        (3, 2, 8, 16, 6),
-        (2, 1, 1, 1024, 64),
+        (1, 2, 2, 512, 64, False),
+        (6, 2, 1, 512, 128, True),
+        (3, 1, 2, 512, 0, False),
+        (5, 1, 3, 512, 64, True),
+        (4, 3, 1, 128, 16, True),
+        (6, 2, 6, 64, 64, False),
+        (3, 2, 8, 16, 6, True),
+        (2, 1, 1, 1024, 64, False),
     ],
 )
 def test_values_and_scales_are_exact_and_padding_rows_zero(
@@ -94,8 +93,7 @@ def test_values_and_scales_are_exact_and_padding_rows_zero(
 @interpreted
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("block", [(1, 1), (4, 1), (1, 4), (4, 2), (8, 1)])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dim", [256, 512])
+@pytest.mark.parametrize(("dim", "packed"), [(256, False), (512, True)])
 def test_any_block_gives_the_same_result(
     block: tuple[int, int], packed: bool, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

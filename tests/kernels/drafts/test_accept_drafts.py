@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -47,8 +48,10 @@ def check(args: tuple[Any, ...], **options: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("number", range(len(op_samples("accept_drafts"))))
-@pytest.mark.parametrize("spread", [lambda x: x, padded, strided])
+@pytest.mark.parametrize(
+    ("number", "spread"),
+    list(zip(range(len(op_samples("accept_drafts"))), itertools.cycle((padded, strided)), strict=False)),
+)
 def test_samples_of_any_strides(number: int, spread: Callable[[Tensor], Tensor]) -> None:
     args = op_samples("accept_drafts")[number]
     check(tuple(spread(x) if isinstance(x, Tensor) and x.numel() else x for x in args), seed=number)

@@ -68,8 +68,9 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, quantize: bool = True) -> T
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("quantize", [True, False])
+@pytest.mark.parametrize(
+    ("quantize", "dtype"), [(True, torch.bfloat16), (True, torch.float32), (False, torch.bfloat16)]
+)
 @pytest.mark.parametrize(("tokens", "rows", "size"), [(1, 256, 640), (5, 130, 200), (33, 70, 129), (66, 5, 100)])
 def test_fp8_linear_is_the_reference(tokens: int, rows: int, size: int, quantize: bool, dtype: torch.dtype) -> None:
     linear(torch.randn(tokens, size).to(dtype), e4m3(rows, size), block_scale(rows, size), quantize)

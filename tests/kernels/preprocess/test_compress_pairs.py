@@ -84,9 +84,10 @@ def test_runs_of_several_requests(dim: int, dtype: torch.dtype) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("ring", [1, 2, 3, 8])
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 20])
 @pytest.mark.parametrize("start", [0, 1, 5])
+@pytest.mark.parametrize(
+    ("ring", "count"), [(1, 1), (1, 20), (2, 2), (2, 9), (3, 2), (3, 7), (8, 7), (8, 8), (8, 9), (8, 20)]
+)
 def test_a_run_longer_than_its_ring_reads_it_first_and_keeps_the_last_rows(ring: int, count: int, start: int) -> None:
     check(*arguments([(1, start, count), (2, 3, 2)], dim=5, ring=ring))
 
