@@ -100,9 +100,8 @@ def compare(run: Callable[[Caches], Tensor], make: Callable[[], Caches]) -> Fuse
 
 
 @pytest.mark.parametrize("order", ["nSCsc", "nscSC", "scSCn", "scnSC", "SCnsc", "nsSCc", "sSncC"])
-@pytest.mark.parametrize("keys", [{}, {"dim": D, "hadamard": True}], ids=["short-keys", "hadamard"])
-def test_both_compressors_are_fused_in_any_order_of_the_calls(order: str, keys: dict[str, Any]) -> None:
-    layer = plain_layer(**keys)
+def test_both_compressors_are_fused_in_any_order_of_the_calls(order: str) -> None:
+    layer = plain_layer(**({} if order.startswith("n") else {"dim": D, "hadamard": True}))
     result = compare(lambda caches: layer.run(order, caches), layer.caches)
     assert result.ops == {"preprocess_insert": 1}
     assert result.reasons == []

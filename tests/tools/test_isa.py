@@ -1,4 +1,4 @@
-"""Tests of tests/tools/isa.py, and its sample: fused against unfused as on CPUs with and without AVX-512."""
+"""Tests of tests/tools/isa.py, and its sample: fused against unfused as on CPUs without vectors and with AVX2."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import pytest
 
 from tests.tools import isa
 
-CAPABILITIES = {"baseline": "DEFAULT", "avx2": "AVX2", "avx512": "AVX512"}
+CAPABILITIES = {"baseline": "DEFAULT", "avx2": "AVX2"}
+"""Levels of the sample. On CPUs with AVX-512 all other tests run at the level above."""
+ONE_ORDER = "not any_order_of_the_calls or nSCsc"
+"""Tests of the sample: the order of calls decides what is fused, not the bits."""
 
 
 @pytest.mark.parametrize("level", CAPABILITIES)
 def test_bits_are_equal_as_on_another_cpu(level: str) -> None:
-    command = [sys.executable, isa.__file__, "--sample", "--level", level]
+    command = [sys.executable, isa.__file__, "--sample", "--level", level, "-k", ONE_ORDER]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     skipped = isa.why_skipped(next(candidate for candidate in isa.LEVELS if candidate.name == level), isa.cpu()[1])
