@@ -65,6 +65,16 @@ def transposed(x: Inputs) -> Inputs:
     return x._replace(o=x.o.transpose(0, 1).contiguous().transpose(0, 1))
 
 
+def apart(x: Inputs) -> Inputs:
+    """Return inputs with other columns between those of `o`."""
+    return x._replace(o=strided(x.o))
+
+
+def between(x: Inputs) -> Inputs:
+    """Return inputs with padding between the rows of `o`."""
+    return x._replace(o=padded(x.o))
+
+
 def hostile(x: Inputs) -> Inputs:
     """Return inputs with rows of zeros, of the smallest and largest values, and infinities."""
     x.o[0, :4] = 0
@@ -76,17 +86,15 @@ def hostile(x: Inputs) -> Inputs:
 
 CASES = {
     "rotate": Case(rotate, Inputs.make, (5, 9, 2), ("o", "positions"), for_targets=True),
-    "rotate_strided": Case(rotate_alone, lambda t: Inputs.make(t)._replace(o=strided(Inputs.make(t).o)), (4,)),
-    "rotate_float32": Case(rotate_alone, lambda t: Inputs.make(t, 24, 8, torch.float32), (5,)),
+    "rotate_float32_strided": Case(rotate_alone, lambda t: apart(Inputs.make(t, 24, 8, torch.float32)), (4,)),
     "quantize": Case(quantize, Inputs.make, (5, 6, 3), ("o", "positions"), for_targets=True),
     "no_padding": Case(quantize, Inputs.make, (8, 4), ("o", "positions")),
     "heads_outermost": Case(quantize, lambda t: transposed(Inputs.make(t)), (3,)),
     "produced": Case(produced, Inputs.make, (5, 2), ("o", "positions")),
-    "padded": Case(quantize, lambda t: Inputs.make(t)._replace(o=padded(Inputs.make(t).o)), (6,)),
     "packed": Case(quantize_packed, Inputs.make, (5, 2), ("o", "positions"), for_targets=True),
     "three_tiles": Case(three_tiles, lambda t: Inputs.make(t, 192, 64), (3,)),
     "whole_heads_rotated": Case(quantize, lambda t: Inputs.make(t, 64, 64, torch.float32), (3,)),
     "one_token": Case(quantize, Inputs.make, (1,)),
     "no_token": Case(quantize, Inputs.make, (0,)),
-    "hostile": Case(quantize, lambda t: hostile(Inputs.make(t)), (5,)),
+    "hostile_padded": Case(quantize, lambda t: between(hostile(Inputs.make(t))), (5,)),
 }
