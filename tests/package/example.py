@@ -1,22 +1,26 @@
 """Not a test: runs an example in a folder as a program.
 
-python -m tests.package.example FILE FOLDER [cpp] [ARGUMENT ...]
+python -m tests.package.example FILE FOLDER [cpp] [small] [traced] [ARGUMENT ...]
 
-Inductor calls PyTorch instead of compiling C++, unless cpp is given. Ranks that the example starts by torchrun's
+Inductor calls PyTorch instead of compiling C++, unless cpp is given. With small, `tiny_model()` has a layer of each
+compressed kind; with traced, graphs are traced and run without a compiler. Ranks that the example starts by torchrun's
 command are started by torchrun's code, which reads that command, but as forks of this process.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import subprocess
 import sys
 from typing import Any
 
+import torch
 from torch._inductor import config
 from torch.distributed.launcher.api import elastic_launch
 
+OPTIONS = ("cpp", "small", "traced")
 _RUN = subprocess.run
 
 
@@ -46,7 +50,15 @@ def _script(*arguments: str) -> None:
 def main(file: str, folder: str, *options: str) -> None:
     config.fallback_by_default = "cpp" not in options
     subprocess.run = run  # type: ignore[assignment]
-    sys.argv = [file, *(option for option in options if option != "cpp")]
+    if "small" in options:
+        from dsv4_compile.hf import tiny
+        from tests.hf.small import LAYERS
+
+        tiny.tiny_model = functools.partial(tiny.tiny_model, **LAYERS)
+    if "traced" in options:
+        compile = torch.compile
+        torch.compile = lambda model, **given: compile(model, **given | {"backend": "eager"})
+    sys.argv = [file, *(option for option in options if option not in OPTIONS)]
     os.chdir(folder)
     runpy.run_path(file, run_name="__main__")
 

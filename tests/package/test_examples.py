@@ -20,6 +20,8 @@ ELSEWHERE = ("08_vllm", "10_serve")
 """Examples that `make test-vllm` and `make test-serve` run."""
 COMPILES_CPP = "02_huggingface_generate"
 """Example that compiles C++. In the others Inductor calls PyTorch, which takes half of the time."""
+TRACED = "11_v41"
+"""Example with a graph that takes the compiler longest; tests/models/v41 compiles a model with the same layers."""
 TRAINS = "09_drafts"
 """Example that trains a model, here a smaller one."""
 ALONE = "05_batch_metadata"
@@ -45,7 +47,7 @@ def test_there_are_examples() -> None:
     "example", [e for e in EXAMPLES if e.stem not in (*ELSEWHERE, ALONE)], ids=lambda path: path.stem
 )
 def test_example_runs(example: Path, warm: WarmPython, tmp_path: Path) -> None:
-    options = {COMPILES_CPP: "cpp", TRAINS: "--quick"}.get(example.stem, "")
+    options = {COMPILES_CPP: "cpp", TRACED: "traced", TRAINS: "--quick"}.get(example.stem, "")
     done = warm.run("tests.package.example", str(example), str(tmp_path), *options.split())
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
@@ -65,7 +67,7 @@ def test_the_picture_of_architecture_is_that_of_the_example(tmp_path: Path) -> N
 def test_first_snippet_of_the_readme_runs_as_pasted(warm: WarmPython, tmp_path: Path) -> None:
     script = tmp_path / "snippet.py"
     script.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0])
-    done = warm.run("tests.package.example", str(script), str(tmp_path))
+    done = warm.run("tests.package.example", str(script), str(tmp_path), "small")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("tensor([[")
 
