@@ -29,7 +29,7 @@ from tests.hf.small import LAYERS, close
 
 SEQUENCES, SEED = (int(os.environ.get(name, "0")) for name in ("DSV4_FUZZ", "DSV4_FUZZ_SEED"))
 WAYS = ["attention", "whole", *(["inductor"] if SEQUENCES else [])]
-COUNTS = {"attention": SEQUENCES // 2 or 50, "whole": SEQUENCES // 2 or 50, "inductor": SEQUENCES // 10}
+COUNTS = {"attention": SEQUENCES // 2 or 25, "whole": SEQUENCES // 2 or 25, "inductor": SEQUENCES // 10}
 
 
 FEW: dict[str, Any] = {"n_routed_experts": 4, "hc_sinkhorn_iters": 2}

@@ -233,8 +233,10 @@ def with_a_filter(model: Any, filters: list[Any]) -> Any:
     return model
 
 
-@pytest.mark.parametrize("road", [in_place, with_a_filter, wrapper, inside_a_function])
-@pytest.mark.parametrize("attention_only", [False, True], ids=["whole", "attention"])
+@pytest.mark.parametrize(
+    ("road", "attention_only"),
+    [(in_place, False), (in_place, True), (with_a_filter, False), (wrapper, True), (inside_a_function, False)],
+)
 def test_no_road_guards_layers(road: Any, attention_only: bool, kept: Kept) -> None:
     model = converted_model(attention_only=attention_only)
     filters: list[int] = []

@@ -105,13 +105,14 @@ def differing_launches(op: str, launcher: Any) -> dict[int, list[Any]]:
         if not sample[row_places(op, OPS[op]._schema.arguments)[0]].shape[0]:
             continue
         launched: dict[int, list[Any]] = {}
-        for count in SIZES:
-            call = rows_of(op, sample, count)
-            with compiled_keys() as keys:
-                refuses = kernels.refusal(op)
+        with compiled_keys() as keys:
+            refuses = kernels.refusal(op)
+            for count in SIZES:
+                keys.clear()
+                call = rows_of(op, sample, count)
                 if refuses is None or not refuses(*call):
                     launcher(*call)
-            launched[count] = sorted(set(keys))
+                launched[count] = sorted(set(keys))
         seen += len(launched[1])
         differing = {count: keys for count, keys in launched.items() if keys != launched[SIZES[-1]]}
         if differing:
