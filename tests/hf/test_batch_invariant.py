@@ -16,7 +16,7 @@ from dsv4_compile.ops.common.invariance import STEP_TOKENS
 from dsv4_compile.testing import check_batch_invariant, invariant_models
 
 LONG = bool(os.environ.get("DSV4_LONG"))
-COMPOSITIONS = 500 if LONG else 20
+COMPOSITIONS = 500 if LONG else 8
 MODE = {"dsv4.batch_invariant": "tokens"}
 ONE = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "num_hash_layers": 0}
 """A layer with an indexer, which is quick to compile."""
