@@ -74,7 +74,8 @@ def test_one_compiled_graph_serves_every_batch(setup: Setup, seed: int) -> None:
 def test_fifty_batches_do_not_recompile(seed: int) -> None:
     rng, setup = random.Random(seed), Setup("FLASHINFER_MLA_SPARSE_DSV4", "bfloat16", 4, "mixed")
     layer = Layer(setup, case_of(rng, setup))
-    compiled = torch.compile(layer.module, backend="dsv4", fullgraph=True, dynamic=True)
+    options = {"fallback_by_default": True}  # Inductor calls PyTorch: its C++ is not the question
+    compiled = torch.compile(layer.module, backend="dsv4", fullgraph=True, dynamic=True, options=options)
     with torch.inference_mode():
         for number in range(50):
             arguments = layer.arguments(case_of(rng, setup))
