@@ -68,15 +68,14 @@ def test_values_of_a_split_that_are_not_finite_leave_the_rest_of_its_row(hopper:
     assert_same(got, want)
 
 
-@pytest.mark.parametrize(("splits", "heads"), [(1, 128), (3, 64), (2, 33)])
+@pytest.mark.parametrize(("splits", "heads"), [(3, 64), (2, 33)])
 def test_rows_of_bfloat16_are_copied(hopper: Any, splits: int, heads: int) -> None:
     arguments = call(3, heads, window=130, extra=150, **PLAIN)
     want = sparse_mla_decode(*positional(arguments)[:13])
     assert_same(run(hopper, arguments, splits), want)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("sink", [None, -math.inf, math.inf])
+@pytest.mark.parametrize(("splits", "sink"), [(1, None), (2, -math.inf), (1, math.inf), (2, math.inf)])
 def test_sinks_that_keep_all_or_nothing_of_the_output(hopper: Any, splits: int, sink: float | None) -> None:
     arguments = call(2, 64, window=70, extra=10, **BF16)
     arguments["attn_sink"] = None if sink is None else torch.full((64,), sink)
@@ -110,8 +109,7 @@ def test_queries_of_any_magnitude_are_normed(hopper: Any, magnitude: float) -> N
     assert all(x.isfinite().all() for x in assert_normed(hopper, arguments, 1))
 
 
-@pytest.mark.parametrize("dim", [5, layout.HEAD_DIM - 3])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("value", "dim"), [(math.nan, 5), (math.inf, layout.HEAD_DIM - 3)])
 def test_values_of_a_query_that_are_not_finite_stay_with_its_head(hopper: Any, value: float, dim: int) -> None:
     arguments = call(2, 64, window=70, extra=10, **BF16)
     arguments |= {"lens": torch.tensor([70, 5]), "extra_lens": torch.tensor([10, 0])}
