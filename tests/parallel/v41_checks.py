@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4_compile import hf
 from dsv4_compile.errors import CompileError, InputError
+from dsv4_compile.hf.model.v41_causal_lm import V41ForCausalLM
 from dsv4_compile.models import v41
 from dsv4_compile.models.v41.draft_captured import DraftSteps
 from dsv4_compile.models.v41.draft_steps import verify
@@ -165,6 +166,22 @@ def v41_drafts_of_ranks_are_those_of_one_process(mesh: Any) -> None:
         assert_same_bits(logits.flatten(), mesh)
     got = generated(model)
     assert model.draft_statistics is not None and got == generated(model, drafts=False)
+    sizes = {"max_batch_size": 1, "max_seq_len": 64, "max_step_tokens": 16}
+    language = V41ForCausalLM(model, sizes | {"cache_format": v41.V41Format.plain()})
+    with hf.RunningBatch(language, slots=2, prefill_chunk=16, graphs="standin") as batch:
+        if ranks.rank == 0:
+            new = {"max_new_tokens": len(got[0]), "stop_tokens": []}
+            requests = [batch.submit(prompt, **new) for prompt in PROMPTS]
+            batch.run()
+            assert [request.tokens for request in requests] == got and batch.draft_statistics.steps > 0
+        else:
+            batch.serve()
+    torch.manual_seed(ranks.rank)  # rows are sampled by the seeds of rank 0
+    options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": None}
+    ids = PROMPTS[0][None]
+    assert language.generate(ids, do_sample=False, **options)[0, ids.shape[1] :].tolist() == got[0][:6]
+    language.generate(ids, do_sample=True, **options)  # E702 if ranks chose different tokens
+    assert language.draft_statistics is not None
     with fails("E701", "experts of a draft layer"):
         v41.split(tiny_model(drafts=replace(DRAFTS, num_experts=3), **SIZES), mesh=mesh)
 

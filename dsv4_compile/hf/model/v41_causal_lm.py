@@ -94,6 +94,9 @@ class V41ForCausalLM(AsksForDrafts, GeneratesFromPages, PreTrainedModel, Generat
         if own is not None:
             names = "max_batch_size", "max_seq_len", "max_step_tokens", "cache_format"
             sizes = {name: getattr(own.paged, name) for name in names} | sizes
+            steps = sizes["max_step_tokens"], sizes["max_seq_len"]
+            if any(type(size) is int and size < self._step_tokens for size in steps):
+                sizes = {"drafts": False, **sizes}
         with torch.inference_mode(False):
             return V41Cache(self.model.new_caches(**sizes))
 
@@ -105,6 +108,11 @@ class V41ForCausalLM(AsksForDrafts, GeneratesFromPages, PreTrainedModel, Generat
     def dsv4_drafts(self) -> Any:
         """Draft layers of the model, None for none."""
         return self.model.mtp
+
+    @property
+    def _step_tokens(self) -> int:
+        """Tokens of a step with drafts, 0 without."""
+        return 0 if self.model.mtp is None else self.model.mtp.config.step_tokens
 
     def get_input_embeddings(self) -> Any:
         """Return the embedding."""
@@ -315,6 +323,8 @@ class V41ForCausalLM(AsksForDrafts, GeneratesFromPages, PreTrainedModel, Generat
                 return f"a {type(module).__name__} with {addition}"
         if is_hooked(self.modules()):
             return "modules with hooks"
+        if (most := held.paged.max_step_tokens) < self._step_tokens:
+            return f"the cache takes {most} tokens in a step, and drafts need {self._step_tokens}"
         return "" if held.paged.drafts is not None else "the cache has no windows for drafts"
 
     def _generate(

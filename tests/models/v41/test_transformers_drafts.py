@@ -163,14 +163,17 @@ def test_calls_run_without_drafts_if_asked_or_if_the_host_is_needed(
             {"logits_processor": LogitsProcessorList([Counted()])},
             {"logits_processor": LogitsProcessorList([Counted()])},
             {"return_dict_in_generate": True, "output_logits": True},
+            {CACHE_NAME: hf.new_cache(model, max_step_tokens=4)},
             {CACHE_NAME: model.new_cache(drafts=False)},
         ):
             got = model.generate(**batch, **tokens, **options)
             got = got if isinstance(got, Tensor) else got.sequences
             assert torch.equal(got[:, FIRST:], want) and model.draft_statistics is None, options
     told = [record.message for record in caplog.records if "without drafts" in record.message]
-    assert len(told) == 4, told
-    for text, part in zip(told, ("hooks", "Counted", "output_logits", "no windows"), strict=True):
+    assert len(told) == 5, told
+    for text, part in zip(
+        told, ("hooks", "Counted", "output_logits", "takes 4 tokens in a step", "no windows"), strict=True
+    ):
         assert part in text
     assert torch.equal(model.generate(**batch, **tokens, generation_config=without, drafts=True)[:, FIRST:], want)
     assert model.draft_statistics is not None
