@@ -60,8 +60,12 @@ def dsv4(
     """
     check_torch()
     from ._compat import compile_lock
+    from .runtime import layer_programs
     from .runtime.repeated_layers import write_out
 
+    if layer_programs.has_marks(gm):
+        with compile_lock:
+            return layer_programs.build(gm, lambda piece, inputs: _compile(piece, inputs, mode, options, kwargs))
     written = write_out(gm, example_inputs)
     with compile_lock:  # torch.compile holds it; who calls the backend may not
         return written.as_traced(_compile(written.gm, written.example_inputs, mode, options, kwargs))
@@ -139,6 +143,16 @@ def _writes_layers_out(options: Mapping[str, Any]) -> bool:
 
 
 dsv4.writes_layers_out = _writes_layers_out  # type: ignore[attr-defined]
+
+
+def _compiles_layers_apart(options: Mapping[str, Any]) -> bool:
+    """Return whether graphs may have marks of `runtime.layer_programs`: no setting needs the whole graph."""
+    parsed = Options.parse(None, options, ops=OPS)
+    whole = parsed.cudagraph != "off" or any(parsed.inductor.get(name) for name in _WHOLE)
+    return parsed.regions != "off" and not whole
+
+
+dsv4.compiles_layers_apart = _compiles_layers_apart  # type: ignore[attr-defined]
 
 
 def _as_sequence(passes: Any) -> Sequence[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import progress
+from ... import _compat, progress
 from ...errors import check
 from ...layout import PAD_INDEX
 from ...runtime import Statistics
@@ -16,12 +16,14 @@ from ...runtime.addresses import AtFixedAddresses
 from ...runtime.bucket_sizes import chunk_tokens, token_buckets
 from ...runtime.compiler_choice import compiler_of
 from ...runtime.drafting import Verified
+from ...runtime.layer_programs import compiles_layers_apart, layer_tensors, pieces_so_far
 from .cache import V41Caches, V41Format
 from .calls import check_mode, check_step, default_device
 from .captured import GRAPHS, CapturedSteps, Captures
 from .captured_prompts import PromptSteps
 from .draft_captured import CapturedDrafts, DraftSteps
 from .draft_steps import verify
+from .layer_kinds import RepeatedTensors
 from .model import V41Model
 from .prefill import LEAST_ROWS
 from .ranks import step_of_ranks
@@ -63,8 +65,13 @@ class CompiledSteps(AtFixedAddresses):
             settings: dict[str, Any] = {"backend": backend, "fullgraph": True, "dynamic": True}
             if compile_options is not None:
                 settings["options"] = compile_options
-            self._forward, self._encode = torch.compile(model, **settings), torch.compile(model.insert, **settings)
-            self._verify = torch.compile(verify, **settings)
+            repeated = RepeatedTensors(model._stack(), caches)
+            calls: tuple[Any, ...] = model, model.insert, verify
+            if repeated and compiles_layers_apart(compiler, compile_options):
+                calls = tuple(_with_tensors(torch.compile(call, **settings), repeated) for call in _marked(model))
+            else:
+                calls = tuple(torch.compile(call, **settings) for call in calls)
+            self._forward, self._encode, self._verify = calls
         self.captured: CapturedSteps | None = None
         if graphs != "off":
             self.captured = CapturedSteps(model, caches, self._forward, buckets=buckets, graphs=graphs)
@@ -144,7 +151,11 @@ class CompiledSteps(AtFixedAddresses):
         """Compile all graphs, and capture small steps, with progress, by steps of padding, which write nothing."""
         with default_device():
             if self._compiles:
-                self._compile()
+                token = pieces_so_far.set({})
+                try:
+                    self._compile()
+                finally:
+                    pieces_so_far.reset(token)
             with step_of_ranks(self.model):
                 for captures in self._all_captures():
                     captures.warm_up()
@@ -177,7 +188,9 @@ class CompiledSteps(AtFixedAddresses):
         tail, last = Tail(rows.to(device), torch.zeros_like(rows).to(device)), torch.arange(with_logits).to(device)
         has_tail = self.model.config.last_source < self.model.config.num_layers
         drafts = self.caches.drafts is not None
-        with progress.stage("compile", (3 if has_tail else 1) + drafts) as stage, step_of_ranks(self.model):
+        # Else numbers of modules are inputs of a graph first, and AOTAutograd traces it again with their values.
+        constants = _compat.dynamo_config.patch(specialize_float=True)
+        with progress.stage("compile", (3 if has_tail else 1) + drafts) as stage, step_of_ranks(self.model), constants:
             stage.note("steps")
             self(*inputs, self.caches, last=last)
             if has_tail:
@@ -189,6 +202,35 @@ class CompiledSteps(AtFixedAddresses):
                 stage.advance("verification of drafts")
                 DraftSteps(self.model, self.caches, self._verify).step()
             stage.advance()
+
+
+def _marked(model: V41Model) -> tuple[Callable[..., Any], ...]:
+    """Return a step, `encode` and a step with drafts whose traces have one layer of each kind."""
+
+    # Separate code, so that torch.compile(model) does not share these graphs.
+    def logits(*inputs: Any, **options: Any) -> Tensor:
+        return model.logits(*inputs, **options, marked=True)
+
+    def insert(ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> None:
+        model.insert(ids, positions, requests, caches, marked=True)
+
+    def verify_marked(model: V41Model, rows: Any, caches: V41Caches) -> Verified:
+        return verify(model, rows, caches, marked=True)
+
+    return logits, insert, verify_marked
+
+
+def _with_tensors(call: Callable[..., Any], tensors: RepeatedTensors) -> Callable[..., Any]:
+    """Return `call`, which is handed the tensors of repeated layers."""
+
+    def run(*inputs: Any, **options: Any) -> Any:
+        token = layer_tensors.set(tensors())
+        try:
+            return call(*inputs, **options)
+        finally:
+            layer_tensors.reset(token)
+
+    return run
 
 
 def compile(

@@ -160,6 +160,6 @@ def follow(model: V41Model, logits: Tensor, rows: DraftRows, caches: V41Caches) 
     return accept_and_draft(source, caches.drafts, logits, None, unused, step)
 
 
-def verify(model: V41Model, rows: DraftRows, caches: V41Caches) -> Verified:
+def verify(model: V41Model, rows: DraftRows, caches: V41Caches, marked: bool = False) -> Verified:
     """Run a whole step: one graph of `torch.compile`."""
-    return follow(model, model.logits(*rows.tokens(), caches), rows, caches)
+    return follow(model, model.logits(*rows.tokens(), caches, marked=marked), rows, caches)

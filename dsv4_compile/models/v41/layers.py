@@ -43,6 +43,9 @@ class Layer(nn.Module):
 
     is_tapped = False
     """Whether draft layers read the mean of this layer's streams, before its mixing."""
+    first_of_kind = -1
+    """First layer of its kind, -1 for the only one: see `layer_kinds`."""
+    weight_names: tuple[str, ...] = ()
 
     def __init__(self, config: V41Config, layer: int, options: WeightOptions) -> None:
         super().__init__()

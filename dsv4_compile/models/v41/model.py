@@ -20,6 +20,7 @@ from .config import V41Config
 from .draft_config import V41DraftConfig
 from .drafts import V41Drafts
 from .fetch import TableRows
+from .layer_kinds import Marked
 from .layers import Layer
 from .linear import Linear, Norm, WeightOptions
 from .step import Step, Tail, make_step
@@ -128,9 +129,13 @@ class V41Model(nn.Module):
         *,
         tail: Tail | None = None,
         last: Tensor | None = None,
+        marked: bool = False,
     ) -> Tensor:
-        """Return what `forward` returns, of a step that is not checked: for captures."""
-        streams, pre = self.hidden(ids, positions, requests, caches, tail)
+        """Return what `forward` returns, of a step that is not checked: for captures.
+
+        A trace of a `marked` step has one layer of each kind, see `layer_kinds`.
+        """
+        streams, pre = self.hidden(ids, positions, requests, caches, tail, marked)
         if last is not None:
             streams, pre = streams[last], pre[last]
         hidden = torch.ops.dsv4.mhc_collapse(streams, pre, self.norm.weight, self.norm.eps)
@@ -142,24 +147,36 @@ class V41Model(nn.Module):
             check_step(self.config, self.device, ids, positions, requests, caches)
         self.insert(ids, positions, requests, caches)
 
-    def insert(self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches) -> None:
+    def insert(self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches, marked: bool = False) -> None:
         """Do what `encode` does, of a step that is not checked: for captures."""
         streams, pre, rows, step = self._begin(ids, positions, requests, caches)
-        selection = None
+        selection, marks = None, Marked() if marked else None
         for layer in self._stack():
             if layer.is_last_source:
                 layer.insert(streams, pre, rows.get(layer.layer), step, caches)
                 return
-            streams, pre, step, selection = layer(streams, pre, rows.get(layer.layer), step, caches, selection)
+            if marks is not None and layer.first_of_kind >= 0:
+                streams, pre, step, selection = marks.call(layer, streams, pre, step, caches, selection, None)
+            else:
+                streams, pre, step, selection = layer(streams, pre, rows.get(layer.layer), step, caches, selection)
 
     def hidden(
-        self, ids: Tensor, positions: Tensor, requests: Tensor, caches: V41Caches, tail: Tail | None = None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        requests: Tensor,
+        caches: V41Caches,
+        tail: Tail | None = None,
+        marked: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return the streams after the last layer and their coefficients pre, of the tail if there is one."""
         streams, pre, rows, step = self._begin(ids, positions, requests, caches)
-        selection = None
+        selection, marks = None, Marked() if marked else None
         taps: dict[int, Tensor] | None = None if caches.drafts is None else {}
         for layer in self._stack():
+            if marks is not None and layer.first_of_kind >= 0:
+                streams, pre, step, selection = marks.call(layer, streams, pre, step, caches, selection, taps)
+                continue
             at_source = tail if layer.is_last_source else None
             streams, pre, step, selection = layer(
                 streams, pre, rows.get(layer.layer), step, caches, selection, at_source, taps
