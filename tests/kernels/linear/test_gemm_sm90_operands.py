@@ -79,9 +79,9 @@ def test_an_instruction_that_is_not_simulated_raises() -> None:
         simulated_ptx.run("vabsdiff4.u32.u32.u32 $0, $1, $2, $3;", {})
 
 
-def order_of(compiled: Any) -> tuple[list[int], int, int]:
+def order_of(binary: Any) -> tuple[list[int], int, int]:
     """Numbers of a compiled kernel's loads, of its first use of one, and of its first store after one."""
-    names = instructions(compiled)
+    names = instructions(binary)
     started = [place for place, name in enumerate(names) if "LDG.E.128" in name]
     used = next(place for place, name in enumerate(names) if ".U16x2" in name)
     return started, used, next(place for place, name in enumerate(names) if "STS" in name and place > started[0])
