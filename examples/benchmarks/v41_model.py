@@ -238,14 +238,7 @@ class Bench:
         row: Fact = {"what": "kernels", "backend": backend, "context": context, "batch": batch}
         if self.device.type == "cuda":
             captured.load(*self.inputs(batch, context))
-            launches = nodes(captured.step)
-            sums: dict[str, float] = {}
-            for node in launches:
-                kind = kind_of(node.name)
-                sums[kind] = sums.get(kind, 0.0) + node.us
-            row |= {"launches": len(launches), "kernels_ms": round(sum(sums.values()) / 1e3, 3)}
-            row["us_by_kind"] = {kind: round(us, 1) for kind, us in sorted(sums.items(), key=lambda item: -item[1])}
-            row["kernels"] = by_name(launches)[:60]
+            row |= profiled(captured.step)
         if backend == "plain":
             row["experts_a_layer"] = self.experts_touched(captured.caches, batch)
         self.parts.add(row)
@@ -288,6 +281,24 @@ class Bench:
                     ms["tflops"] = round(flops / 1e12, 2)
                     row = {"what": "prompt", "backend": backend, "tokens": size, "mode": mode}
                     self.parts.add(row | ms | self.memory())
+        for size in sizes if self.device.type == "cuda" else ():
+            with self.parts.part(f"kernels of a prompt of {size:,}, {backend}"):
+                prompt = self.ids(size).tolist()
+                row = {"what": "prompt kernels", "backend": backend, "tokens": size, "mode": MODES[0]}
+                call = {"mode": MODES[0], "forward": forward}
+                self.parts.add(row | profiled(lambda: v41.prefill(self.model, [prompt], caches, **call)))  # noqa: B023
+
+
+def profiled(call: Callable[[], Any]) -> Fact:
+    """Return the launches of a call, ms of all kernels, and us by kind and by kernel."""
+    launches = nodes(call)
+    sums: dict[str, float] = {}
+    for node in launches:
+        kind = kind_of(node.name)
+        sums[kind] = sums.get(kind, 0.0) + node.us
+    row: Fact = {"launches": len(launches), "kernels_ms": round(sum(sums.values()) / 1e3, 3)}
+    row["us_by_kind"] = {kind: round(us, 1) for kind, us in sorted(sums.items(), key=lambda item: -item[1])}
+    return row | {"kernels": by_name(launches)[:60]}
 
 
 def free_memory() -> None:

@@ -30,6 +30,8 @@ from ..device.quant import FP8_MAX, MANTISSA_BITS, e4m3, tile_byte, ue8m0_invers
 from ..device.rope import Rope as Rope
 from ..device.rope import load_cos_sin, rotate, table_row
 
+GRIDS = "grids"
+"""Format of the caches of a `DecodeCall` of DeepSeek-V4.1; no op takes it as an argument."""
 SCALE_DTYPES = (torch.float32, torch.int32)
 """Dtypes of activation scales: one number each, or four UE8M0 bytes packed in a word."""
 
@@ -49,11 +51,11 @@ SCALES_PER_WORD = tl.constexpr(layout.SCALES_PER_WORD)
 
 
 class PagedKeys(NamedTuple):
-    """A paged cache, and the slots of it that each token attends."""
+    """A paged cache, and the slots of it that each token attends: the first `lens` of a row, or all of them."""
 
     cache: Tensor
     indices: Tensor
-    lens: Tensor
+    lens: Tensor | None
     block_size: int
 
     def pages(self, cache_format: str) -> Tensor:
@@ -61,6 +63,10 @@ class PagedKeys(NamedTuple):
         if cache_format in layout.PAGE_LAYOUTS:
             return layout.byte_pages(self.cache, cache_format, self.block_size)
         return self.cache
+
+    def len_stride(self) -> int:
+        """Return the stride of `lens`, 0 without."""
+        return 0 if self.lens is None else self.lens.stride(0)
 
     def slots(self) -> int:
         """Return the number of rows that may be read: none if no token has a column of slots."""
@@ -119,7 +125,8 @@ class DecodeCall(NamedTuple):
     """A call of `sparse_mla_decode` or `sparse_mla_decode_quant`, its arguments in groups.
 
     Without a second cache, `extra` is the first one with rows of no columns. `batch_invariant` is a value of
-    `dsv4.batch_invariant`, "" for "off".
+    `dsv4.batch_invariant`, "" for "off". A call of `sparse_mla_mixed` has the cache format GRIDS: byte pages of mxfp8
+    in the window, of nvfp4 in the second cache.
     """
 
     q: Tensor
@@ -138,11 +145,11 @@ class DecodeCall(NamedTuple):
         return self.window, self.extra
 
 
-def key_arguments(call: DecodeCall, pages: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[int]]:
+def key_arguments(call: DecodeCall, pages: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int], list[int]]:
     """Return tensors, strides of lengths, and slots of all caches of a call, as kernels take them with these pages."""
     tensors = [x for keys, cache in zip(call.caches, pages, strict=True) for x in (cache, keys.indices, keys.lens)]
     capacities = [cache.shape[0] * keys.block_size for keys, cache in zip(call.caches, pages, strict=True)]
-    return tensors, [keys.lens.stride(0) for keys in call.caches], capacities
+    return tensors, [keys.len_stride() for keys in call.caches], capacities
 
 
 def decode_call(op: DecodeArguments | DecodeQuantArguments) -> DecodeCall:

@@ -319,7 +319,7 @@ def concatenate_slots(tokens: int, window: PagedKeys, extra: PagedKeys) -> tuple
             (window.indices, extra.indices),
             window.lens,
             extra.lens,
-            (window.indices.stride(), extra.indices.stride(), (window.lens.stride(0), extra.lens.stride(0))),
+            (window.indices.stride(), extra.indices.stride(), (window.len_stride(), extra.len_stride())),
             *widths,
             window.slots(),
             extra.slots(),

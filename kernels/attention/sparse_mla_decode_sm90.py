@@ -1,4 +1,6 @@
-"""Sparse MLA decode on sm_90, in Gluon: `fp8_ds_mla` or bfloat16 caches, bfloat16 queries, blocks of 64 heads.
+"""Sparse MLA decode on sm_90, in Gluon: blocks of 64 heads, bfloat16 queries, any of three formats of caches.
+
+Both caches are `fp8_ds_mla` or bfloat16, or the window is mxfp8 and the other one nvfp4, as those of DeepSeek-V4.1.
 
 A program attends 64 heads of one token to its split of the token's keys, window cache first, 64 keys at a time. Its
 three warpgroups share two buffers of bfloat16 keys:
@@ -37,13 +39,14 @@ from ..host.addresses import first_byte
 from ..host.gpu import Gpu
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_option, supports_pdl
-from .common import DecodeCall, Outputs, key_arguments, outputs_for
+from .common import GRIDS, DecodeCall, Outputs, key_arguments, outputs_for
 from .kv_load_sm90 import (
     KeyAddresses,
     KeyIndices,
     copy_keys,
     load_slots,
     prefetch_block,
+    produce_grid_keys,
     produce_keys,
     row_length,
     store_addresses,
@@ -235,8 +238,9 @@ def _left(
 
 @gluon.jit
 def _right(
-    keys, addresses, queries, rows, blocks, tiles, PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr
-):
+    keys, addresses, queries, rows, blocks, tiles,
+    PARTIAL: gl.constexpr, EPILOGUE: gl.constexpr, PLAIN: gl.constexpr, GRIDS: gl.constexpr,
+):  # fmt: skip
     """Run the second warpgroup: addresses of `BlocksOfKeys`, and the right half of the output."""
     window, extra, boundary, begin = keys
     FIRST: gl.constexpr = AHEAD * BLOCK_N
@@ -248,7 +252,7 @@ def _right(
         reinterpret(addresses.scales, gl.int64, [ALL], FLAT).slice(0, FIRST),
         reinterpret(addresses.lives, gl.float32, [ALL], FLAT).slice(0, FIRST),
     )
-    store_addresses(window, extra, boundary, begin, slot, first_places, BLOCK_N, PLAIN)
+    store_addresses(window, extra, boundary, begin, slot, first_places, BLOCK_N, PLAIN, GRIDS)
     thread_barrier()
     mbarrier.arrive(addresses.placed, count=1)
     copy_queries(queries.p_q, queries.head_stride, tiles.q_tile, rows.heads, BLOCK_H // 2, BLOCK_H // 2, PARTIAL)
@@ -267,7 +271,7 @@ def _right(
         if fetched < blocks:
             prefetch_block(
                 window, extra, boundary, begin + fetched, addresses.rows.index(place), addresses.scales.index(place),
-                PLAIN,
+                PLAIN, GRIDS,
             )  # fmt: skip
         acc = warpgroup_mma_wait(0, deps=[acc])
         thread_barrier()
@@ -278,7 +282,7 @@ def _right(
         store_addresses(
             window, extra, boundary, begin + ahead, slot,
             (addresses.rows.index(place), addresses.scales.index(place), addresses.lives.index(place)), BLOCK_N,
-            PLAIN,
+            PLAIN, GRIDS,
         )  # fmt: skip
         slot = load_slots(window, extra, token, boundary, begin + ahead + 1, BLOCK_N, BLOCK_N)
     mbarrier.wait(tiles.weights_ready, blocks & 1)
@@ -344,6 +348,7 @@ def sparse_mla_decode_sm90_kernel(
     RIGHT_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     PLAIN: gl.constexpr,  # keys are bfloat16 rows
+    GRIDS: gl.constexpr,  # keys of the window are mxfp8, those of the extra cache nvfp4
     EPILOGUE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -418,8 +423,8 @@ def sparse_mla_decode_sm90_kernel(
             KeyIndices(p_extra_words, extra_page_chunks, EXTRA_LOG_PAGE, p_extra_indices, extra_indices_stride,
                        extra_length, extra_capacity),
             boundary, begin,
-        ), addresses, queries, rows, end - begin, tiles, PARTIAL, EPILOGUE, PLAIN)),
-        (copy_keys if PLAIN else produce_keys,
+        ), addresses, queries, rows, end - begin, tiles, PARTIAL, EPILOGUE, PLAIN, GRIDS)),
+        (copy_keys if PLAIN else (produce_grid_keys if GRIDS else produce_keys),
          (p_window_words, p_extra_words, (boundary, begin), end, addresses, (keys, ready, free))),
     ], [4, 4], [RIGHT_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -477,20 +482,33 @@ def why_unsupported_sm90(call: DecodeCall) -> str:
 
 def launch(call: DecodeCall, gpu: Gpu, splits: int = 0, into: Outputs | None = None) -> tuple[Tensor, Tensor]:
     """Run `call` on `gpu` and return its outputs, in `into` or newly allocated; `splits` overrules `split_plan`."""
-    constants = {"RIGHT_REGISTERS": RIGHT_REGISTERS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS}
+    into = into or outputs_for(call.q, call.fused)
+    launch_into(into, call, gpu, splits)
+    return into.pair()
+
+
+def launch_into(into: Outputs, call: DecodeCall, gpu: Gpu, splits: int = 0) -> None:
+    """Run `call` on `gpu`, whose cache format may be GRIDS."""
+    registers = {"RIGHT_REGISTERS": RIGHT_REGISTERS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS}
+    constants = registers | {"GRIDS": call.cache_format == GRIDS}
     variant = Variant(sparse_mla_decode_sm90_kernel, constants, HEADS, KEYS, float16=True)
-    return launch_variant(variant, call, gpu, splits, into)
+    _launch_variant(variant, call, gpu, splits, into)
 
 
 def launch_variant(
     variant: Variant, call: DecodeCall, gpu: Gpu, splits: int, into: Outputs | None
 ) -> tuple[Tensor, Tensor]:
     """Run `call` with one of the decode kernels for sm_90."""
+    into = into or outputs_for(call.q, call.fused)
+    _launch_variant(variant, call, gpu, splits, into)
+    return into.pair()
+
+
+def _launch_variant(variant: Variant, call: DecodeCall, gpu: Gpu, splits: int, into: Outputs) -> None:
     q, fused = call.q, call.fused
-    into = into or outputs_for(q, fused)
     tokens, heads, head_dim = q.shape
     if tokens * heads == 0:
-        return into.pair()
+        return
     words = [keys.pages(call.cache_format).view(torch.int32) for keys in call.caches]
     tensors, len_strides, capacities = key_arguments(call, words)
     # Invalid slots load the first key instead: rows of a cache without pages are empty.
@@ -547,4 +565,3 @@ def launch_variant(
         if partials is not None:
             pieces = first, end
             combine_splits(into, partials, call.sink, fused, torch.bfloat16, pieces, supports_pdl(gpu), at_once)
-    return into.pair()

@@ -1,5 +1,7 @@
 """`sparse_mla_mixed`: sparse MLA over a window and entries, each cache in its format, on any GPU that Triton supports.
 
+On sm_90, more than 32 heads of the model's formats run sparse_mla_mixed_sm90.py.
+
 A program attends BLOCK_H heads of one token to its split of the token's keys, BLOCK_N of them at a time: a loop over
 blocks of the window, then one over blocks of entries. Rows are decoded to exact bfloat16, or stay as plain rows are.
 The grid follows from shapes; the splits of a row divide its blocks of keys evenly, and a second kernel combines them
@@ -19,7 +21,7 @@ from torch import Tensor
 from ...layout import GRIDS, byte_pages, cdiv, page_layout
 from ...reference.attention.sparse_mla_mixed import MixedArguments
 from ..device.grid_format import dequantize
-from ..host.gpu import Gpu, gpu_of
+from ..host.gpu import Gpu, gpu_of, sm90_module
 from ..host.launch import DTYPES, launch_kernel
 from ..host.pdl import supports_pdl
 from .common import NOT_FUSED, Outputs, decode_keys, fetch_keys
@@ -334,7 +336,12 @@ def launch(a: MixedArguments, gpu: Gpu, splits: int = 0, tiles: Tiles | None = N
 
 def sparse_mla_mixed(a: MixedArguments) -> Tensor:
     """Launch `sparse_mla_mixed`. Weights are rounded to the dtype of the keys; sums are float32."""
-    return launch(a, gpu_of(a.q.device))
+    gpu = gpu_of(a.q.device)
+    sm90 = sm90_module(gpu, "attention.sparse_mla_mixed_sm90")
+    if sm90 is not None and not sm90.why_unsupported(a):
+        out: Tensor = sm90.launch(a, gpu)
+        return out
+    return launch(a, gpu)
 
 
 def why_unsupported_sparse_mla_mixed(a: MixedArguments) -> str:

@@ -67,7 +67,9 @@ def _e4m3_pair(high: Tensor, low: Tensor) -> Tensor:
 
 INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
     "shl.b32": lambda a, b: word(unsigned(a) << unsigned(b)),
+    "shr.u32": lambda a, b: word(unsigned(a) >> unsigned(b)),
     "prmt.b32": _permute_bytes,
     "mul.rn.bf16x2": _multiply_pairs,
     "max.u16x2": _larger_halves,

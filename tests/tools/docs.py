@@ -65,6 +65,10 @@ VARIANTS: Mapping[tuple[str, ...], Sequence[tuple[str, str]]] = {
         ("attention/sparse_mla_decode_sm90_few_heads.py", "sm_90, `fp8_ds_mla` or bfloat16, up to 32 heads"),
         ("attention/sparse_mla_decode_triton.py", "other caches, dtypes and GPUs"),
     ),
+    ("sparse_mla_mixed",): (
+        ("attention/sparse_mla_mixed_sm90.py", "sm_90, a window of mxfp8, entries of nvfp4, more than 32 heads"),
+        ("attention/sparse_mla_mixed.py", "other formats, dtypes, heads and GPUs"),
+    ),
     ("sparse_mla_prefill", "sparse_mla_prefill_ragged"): (
         ("attention/sparse_mla_prefill_sm90.py", "sm_90, bfloat16, 512 dims"),
         ("attention/sparse_mla_prefill.py", "other dtypes, head dims and GPUs"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4_compile import layout
 from dsv4_compile.kernels.attention import sparse_mla_mixed as kernel
+from dsv4_compile.kernels.attention import sparse_mla_mixed_sm90 as sm90
 from dsv4_compile.kernels.host.gpu import gpu_of
 from dsv4_compile.ops.common.define import REFERENCES
 from dsv4_compile.reference.attention.sparse_mla_mixed import MixedArguments
@@ -60,11 +61,16 @@ def arguments(
 
 
 def check(a: MixedArguments, **options: Any) -> Tensor:
-    out, want = kernel.launch(a, gpu_of(a.q.device), **options), REFERENCE(*a)
+    """Check both kernels, the one for sm_90 where it supports the call, and return the result of the op's."""
+    gpu, want = gpu_of(a.q.device), REFERENCE(*a)
+    results = [kernel.launch(a, gpu, **options)]
+    if not sm90.why_unsupported(a):
+        results.append(sm90.launch(a, gpu, **options))
     keys = a.window_slots.shape[1] + (0 if a.entry_slots is None else a.entry_slots.shape[1])
     few = "attention_few_keys" if keys < 300 else "attention_bfloat16"
-    assert_close(out, want, "attention_float32" if out.dtype is torch.float32 else few)
-    return out
+    for out in results:
+        assert_close(out, want, "attention_float32" if out.dtype is torch.float32 else few)
+    return results[-1]
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
@@ -81,8 +87,9 @@ def test_heads_of_a_rank(tokens: int, heads: int) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 20, 33])
-def test_every_number_of_splits(splits: int) -> None:
-    check(arguments(3), splits=splits)
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_every_number_of_splits(tokens: int, splits: int) -> None:
+    check(arguments(tokens), splits=splits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -99,6 +106,7 @@ def test_other_numbers_of_channels(dim: int) -> None:
 @pytest.mark.parametrize("widths", [(0, 0), (1, 0), (0, 1), (33, 17), (128, 2048)])
 def test_other_widths(widths: tuple[int, int]) -> None:
     check(arguments(5, widths=widths))
+    check(arguments(300, widths=widths))
 
 
 def test_unused_rows_of_nan_stay_out() -> None:
@@ -112,8 +120,9 @@ def test_unused_rows_of_nan_stay_out() -> None:
     assert not check(a).isnan().any()
 
 
-def test_70_000_tokens_over_caches_of_more_than_2_31_bytes() -> None:
-    a = arguments(64, heads=16, widths=(16, 24))
+@pytest.mark.parametrize("heads", [16, 64])
+def test_70_000_tokens_over_caches_of_more_than_2_31_bytes(heads: int) -> None:
+    a = arguments(64, heads=heads, widths=(16, 24))
     assert a.entries is not None and a.entry_slots is not None
     want, row = REFERENCE(*a), torch.arange(70_000, device="cuda") % 64
     (window, before), (entries, earlier) = behind_2_31_bytes(a.window), behind_2_31_bytes(a.entries)
@@ -125,10 +134,10 @@ def test_70_000_tokens_over_caches_of_more_than_2_31_bytes() -> None:
 
 
 def test_a_repeated_call_gives_the_same_bits() -> None:
-    for tokens in (1, 40):
+    for tokens in (1, 8, 40, 500):
         a = arguments(tokens)
         first = kernel.sparse_mla_mixed(a)
-        assert all(torch.equal(kernel.sparse_mla_mixed(a), first) for _ in range(10))
+        assert all(torch.equal(kernel.sparse_mla_mixed(a), first) for _ in range(100))
 
 
 def test_a_captured_launch_follows_its_inputs() -> None:
