@@ -92,7 +92,7 @@ class Bench:
     def __init__(self, model: V41Model, parts: Parts, rate: float) -> None:
         self.model, self.parts, self.rate, self.device = model, parts, rate, model.device
         self.graphs = "cuda" if model.device.type == "cuda" else "standin"
-        self.plain: CompiledSteps | None = None
+        self.steps: dict[str, CompiledSteps] = {}
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -108,12 +108,13 @@ class Bench:
     def ids(self, count: int) -> Tensor:
         return torch.randint(0, self.model.config.vocab_size, (count,), device=self.device)
 
-    def largest_caches(self, batches: Sequence[int], context: int) -> V41Caches:
-        """Return caches for the largest batch that has memory."""
+    def largest_caches(self, batches: Sequence[int], context: int, step_tokens: int) -> V41Caches:
+        """Return caches for steps of `step_tokens`, for the largest batch that has memory."""
         free_memory()
         for batch in sorted(batches, reverse=True):
             try:
-                caches = self.model.new_caches(max_batch_size=batch, max_seq_len=context, max_step_tokens=2 * PROMPT)
+                sizes = {"max_batch_size": batch, "max_seq_len": context, "max_step_tokens": step_tokens}
+                caches = self.model.new_caches(**sizes)
                 fill_caches(caches)
                 return caches
             except (DSV4Error, torch.OutOfMemoryError) as fault:
@@ -122,17 +123,12 @@ class Bench:
         raise MemoryError(f"no memory for a request of {context:,} tokens")
 
     def compiled_steps(self, backend: str, caches: V41Caches, buckets: Sequence[int]) -> CapturedSteps:
-        """Return captured steps of the plain model, or of a graph compiled for `caches`."""
-        if backend == "plain":
-            some = {"graphs": self.graphs, "buckets": buckets, "prompt_buckets": ()}
-            steps = v41.compile(self.model, caches=caches, backend=None, **some)
-            assert steps.captured is not None, "graphs are on"
-            self.plain = steps
-            return steps.captured
-        forward = torch.compile(self.model, backend=backend, fullgraph=True, dynamic=True)
-        captured = CapturedSteps(self.model, caches, forward, buckets=buckets, graphs=self.graphs)
-        captured.warm_up()
-        return captured
+        """Return captured steps of the plain model, or of one compiled for `caches`, whose prompts may use it, too."""
+        some: Fact = {"graphs": self.graphs, "buckets": buckets, "prompt_buckets": ()}
+        chosen = None if backend == "plain" else backend
+        self.steps[backend] = steps = v41.compile(self.model, caches=caches, backend=chosen, **some)
+        assert steps.captured is not None, "graphs are on"
+        return steps.captured
 
     def build(self, sizes: Sequence[int], context: int) -> None:
         """Build the kernels of eager steps of these numbers of tokens, each in a thread, by steps of padding."""
@@ -168,7 +164,7 @@ class Bench:
 
     def decode(self, backend: str, caches: V41Caches, batches: Sequence[int], profile: bool) -> None:
         """Measure steps of all batches that the caches hold."""
-        self.plain = None
+        self.steps.clear()
         free_memory()
         context, fits = caches.max_seq_len, [batch for batch in batches if batch <= caches.max_batch_size]
         buckets = sorted({max(2, batch) for batch in fits})
@@ -226,7 +222,7 @@ class Bench:
             times.append(time.perf_counter() - begin)
 
         def generate(count: int) -> float:
-            call: Fact = {"max_new_tokens": count, "stop": [], "forward": self.plain}
+            call: Fact = {"max_new_tokens": count, "stop": [], "forward": self.steps["plain"]}
             return min(self.seconds(lambda: v41.generate(self.model, prompts, **call)) for _ in range(2))
 
         short, long = generate(2), generate(2 + STEPS)
@@ -265,15 +261,21 @@ class Bench:
 
     def prompts(self, backend: str, sizes: Sequence[int]) -> None:
         """Measure prompts of these sizes, each in one chunk."""
-        free_memory()
         most = max(sizes)
-        caches = self.model.new_caches(max_batch_size=1, max_seq_len=most, max_step_tokens=most)
-        forward = None if backend == "plain" else CompiledSteps(self.model, caches, backend)
+        steps = self.steps.get(backend) if backend != "plain" else None
+        if steps is None or min(steps.caches.max_step_tokens, steps.caches.max_seq_len) < most:
+            self.steps.clear()
+            free_memory()
+            caches = self.model.new_caches(max_batch_size=1, max_seq_len=most, max_step_tokens=most)
+            if backend != "plain":
+                steps = v41.compile(self.model, caches=caches, backend=backend, graphs="off")
+        else:
+            caches = steps.caches
         for size in sizes:
             prompt = self.ids(size).tolist()
             for mode in MODES:
                 with self.parts.part(f"prompt of {size:,}, {mode}, {backend}"):
-                    call: Fact = {"mode": mode, "forward": forward}
+                    call: Fact = {"mode": mode, "forward": steps}
                     first = self.seconds(lambda: v41.prefill(self.model, [prompt], caches, **call))  # noqa: B023
                     times = [self.seconds(lambda: v41.prefill(self.model, [prompt], caches, **call)) for _ in range(3)]  # noqa: B023
                     flops = prompt_flops(self.model.config, size, mode)
@@ -285,7 +287,7 @@ class Bench:
             with self.parts.part(f"kernels of a prompt of {size:,}, {backend}"):
                 prompt = self.ids(size).tolist()
                 row = {"what": "prompt kernels", "backend": backend, "tokens": size, "mode": MODES[0]}
-                call = {"mode": MODES[0], "forward": forward}
+                call = {"mode": MODES[0], "forward": steps}
                 self.parts.add(row | profiled(lambda: v41.prefill(self.model, [prompt], caches, **call)))  # noqa: B023
 
 
@@ -332,7 +334,11 @@ def run(args: argparse.Namespace, parts: Parts, device: torch.device) -> None:
         for number, context in enumerate(args.contexts):
             with parts.part(f"steps at {context:,} tokens, {backend}"):
                 profile = number == 0 or args.all_kernels
-                bench.decode(backend, bench.largest_caches(args.batches, context), args.batches, profile)
+                # Graphs of these caches serve prompts, too: they are compiled once.
+                most = 2 * PROMPT if backend == "plain" else max(2 * PROMPT, *args.prompts, 0)
+                caches = bench.largest_caches(args.batches, context, most)
+                bench.decode(backend, caches, args.batches, profile)
+                del caches
         if args.prompts:
             with parts.part(f"prompts, {backend}"):
                 bench.prompts(backend, args.prompts)
