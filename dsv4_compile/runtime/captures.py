@@ -192,7 +192,10 @@ def explain_failure(fault: BaseException, what: str, events: str = "") -> GraphE
     known = next((cause for cause in _CAUSES if any(word in text.lower() for word in cause[0])), None)
     why, fix = known[1:] if known else ("", "")
     why = "; ".join(part for part in (why, events) if part)
-    built = error("E422", got=f"{what}: {text.splitlines()[0]}", why=why, fix=fix)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # "backend='dsv4' raised:" names its cause in the next line.
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    built = error("E422", got=f"{what}: {first}", why=why, fix=fix)
     assert isinstance(built, GraphError)
     return built
 

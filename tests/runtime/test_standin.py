@@ -263,3 +263,9 @@ def test_cuda_errors_are_kept_and_explained(text: str, why: str) -> None:
     assert text in fault.got
     assert "the step of 8 tokens" in fault.got
     assert why in str(fault)
+
+
+def test_a_compilation_that_failed_in_a_capture_keeps_its_cause() -> None:
+    text = "backend='dsv4' raised:\nRuntimeError: no memory for scratch\n\nSet TORCHDYNAMO_VERBOSE=1 for the stack"
+    fault = explain_failure(RuntimeError(text), "the step of 8 tokens")
+    assert fault.got == "the step of 8 tokens: backend='dsv4' raised: RuntimeError: no memory for scratch"
