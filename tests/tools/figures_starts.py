@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_compile.hf.start import MEANINGS
+from tests.tools import figures_indexer as indexer
 from tests.tools import figures_v41 as v41
 
 Row = Mapping[str, Any]
@@ -66,11 +67,13 @@ def read_weights(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[R
 
 
 _V41_MODEL = "python examples/benchmarks/v41_model.py --unproven --out examples/results"
+_PROMPT_CHUNKS = "python examples/benchmarks/prompt_chunks.py"
 _TABLES: Mapping[str, tuple[Render, str, str]] = {
     "v41_layer": (v41.layer, "v41_layer", "python examples/benchmarks/v41_layer.py --out examples/results"),
     "v41_steps": (v41.steps, "v41_model", _V41_MODEL),
     "v41_kernels": (v41.kinds, "v41_model", _V41_MODEL),
     "v41_prompts": (v41.prompts, "v41_model", _V41_MODEL),
+    "long_prompts": (indexer.long_prompts, "prompt_chunks", f"{_PROMPT_CHUNKS} --seconds 150"),
     "starts": (starts, "starts", "python examples/benchmarks/starts.py --out examples/results"),
     "new_lengths": (new_lengths, "new_lengths", "python tests/gpu/new_lengths.py --out examples/results"),
     "late_work": (late_work, "new_lengths", "python tests/gpu/new_lengths.py --out examples/results"),

@@ -14,11 +14,11 @@ def layer(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     sizes = list(dict.fromkeys(row["tokens"] for row in shown))
     times = (("cold_us", "cold, us"), ("floor_us", "floor, us"), ("reference_us", "reference, us"))
     lines = [["part", "op", "layers", "tokens", *(label for _, label in times)]]
-    for name in dict.fromkeys(row["part"] for row in shown):
-        of_part = [row for row in shown if row["part"] == name]
+    for name, layers in dict.fromkeys((row["part"], row["layers"]) for row in shown):
+        of_part = [row for row in shown if (row["part"], row["layers"]) == (name, layers)]
         cells = [" / ".join(_time(row, column) for row in of_part) for column, _ in times]
         tokens = " / ".join(f"{row['tokens']:,}" for row in of_part)
-        lines.append([name, f"`{of_part[0]['op']}`", of_part[0]["layers"], tokens, *cells])
+        lines.append([name, f"`{of_part[0]['op']}`", layers, tokens, *cells])
     cells = []
     for column, _ in times:
         sums = [_sum(shown, size, column) for size in sizes]
