@@ -82,6 +82,20 @@ def test_numbers_of_modules_are_constants(model: V41Model) -> None:
         assert not any(isinstance(value, (float, torch.SymFloat)) for value in inputs)
 
 
+def test_a_later_compilation_has_constants_too(model: V41Model) -> None:
+    """Tensors of inference mode are different ones for torch, which compiles their steps when they come."""
+    backend = Apart()
+    steps = compile(model, max_batch_size=2, max_seq_len=64, backend=backend, cache_format=V41Format.plain())
+    compiled, prompts = len(backend.inputs), [[1, 2, 3], [4, 5]]
+    want = generate(model, prompts, max_new_tokens=4, forward=steps)
+    with torch.inference_mode():
+        assert generate(model, prompts, max_new_tokens=4, forward=steps) == want
+    rows = torch.zeros(2, dtype=torch.int64)
+    with torch.no_grad():
+        steps._forward(rows, rows - 1, rows - 1, steps.caches, last=rows)
+    assert len(backend.inputs) > compiled
+
+
 def test_a_weight_that_was_replaced_is_read_and_one_of_a_different_shape_refused() -> None:
     model = tiny_model(**LAYERS)
     steps = compile(model, max_batch_size=2, max_seq_len=64, backend=Apart(), cache_format=V41Format.plain())
