@@ -222,7 +222,7 @@ def test_one_tensor_of_two_layers(alike: Any) -> None:
 
 
 def test_layers_without_a_weight_in_common_where_others_have_one(alike: Any) -> None:
-    """Models of equal settings, of which one has a tensor in two places, must not share a graph."""
+    """Models of equal settings, one with a tensor in two places, must not share a graph."""
     shared, apart = copy.deepcopy(alike), copy.deepcopy(alike)
     layers = shared.model.layers
     layers[1].attn_hc.base = layers[0].attn_hc.base

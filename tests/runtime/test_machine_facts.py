@@ -29,13 +29,14 @@ def test_vector_instructions_of_an_equal_cpu_are_not_tried_again(monkeypatch: py
     monkeypatch.setattr(isa, "valid_vec_isa_list", functools.cache(isa.valid_vec_isa_list.__wrapped__))
     monkeypatch.setattr(isa, "supported_vec_isa_list", [Named()])
     monkeypatch.setattr(isa, "x86_isa_checker", lambda: ["named"])
-    monkeypatch.setattr(isa.config.cpp, "vec_isa_ok", None)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    assert not machine_facts.expect_vector_instructions(["other: -mother"])
-    assert tried == []
-    monkeypatch.setattr(isa, "supported_vec_isa_list", [Named()])
-    assert machine_facts.vector_instructions() == [] and tried == ["named"]
-    isa.valid_vec_isa_list.cache_clear()
-    monkeypatch.setattr(isa, "supported_vec_isa_list", [Named()])
-    assert machine_facts.expect_vector_instructions(["named: -mnamed"])
-    assert machine_facts.vector_instructions() == ["named: -mnamed"] and tried == ["named"]
+    # monkeypatch would delete the entry when it restores it.
+    with isa.config.patch({"cpp.vec_isa_ok": None}):
+        assert not machine_facts.expect_vector_instructions(["other: -mother"])
+        assert tried == []
+        monkeypatch.setattr(isa, "supported_vec_isa_list", [Named()])
+        assert machine_facts.vector_instructions() == [] and tried == ["named"]
+        isa.valid_vec_isa_list.cache_clear()
+        monkeypatch.setattr(isa, "supported_vec_isa_list", [Named()])
+        assert machine_facts.expect_vector_instructions(["named: -mnamed"])
+        assert machine_facts.vector_instructions() == ["named: -mnamed"] and tried == ["named"]

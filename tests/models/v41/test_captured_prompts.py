@@ -72,7 +72,7 @@ def test_replayed_prompts_are_those_of_the_model(model: V41Model, steps: Compile
         got = prefill(model, prompts(), steps.caches, chunk=chunk, mode=mode, forward=steps)
         torch.testing.assert_close(got, want, **CLOSE)
         assert steps.statistics.replays > before
-        for length in (45, 52):  # the next turn of a request whose prompt was replayed
+        for length in (45, 52):  # the next turn of a request after a replayed prompt
             turn = {"requests": [0], "starts": [length], "mode": mode}
             want = prefill(model, prompts()[1:2], caches, **turn)
             torch.testing.assert_close(

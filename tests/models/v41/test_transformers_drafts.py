@@ -45,7 +45,7 @@ def texts(core: V41Model) -> list[list[int]]:
 
 @pytest.fixture
 def model(core: V41Model, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A language model without end tokens, whose drafts are right for any number of tokens."""
+    """A language model without end tokens, and drafts that are right for any number of tokens."""
     propose = known([(ids.tolist(), text) for ids, text in zip(prompts(), texts, strict=True)])
     monkeypatch.setattr(draft_steps, "propose", propose)
     return of(core)
