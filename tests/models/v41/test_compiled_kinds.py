@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import fx
 
 from dsv4_compile.errors import InputError
 from dsv4_compile.models.v41 import V41Format, V41Model, compile, generate
+from dsv4_compile.models.v41.compiled import CompiledSteps
 from dsv4_compile.models.v41.layer_kinds import set_kinds
 from dsv4_compile.models.v41.tiny import tiny_model
 from dsv4_compile.runtime.layer_programs import build
@@ -57,43 +58,44 @@ def model() -> V41Model:
     return tiny_model(**LAYERS)
 
 
-def test_layers_of_one_kind_have_one_code(model: V41Model) -> None:
+class Compiled(NamedTuple):
+    """Steps of a model, their backend, and how many graphs it had when they were compiled."""
+
+    steps: CompiledSteps
+    backend: Apart
+    graphs: int
+
+
+@pytest.fixture(scope="module")
+def compiled(model: V41Model) -> Compiled:
     backend, caches = Apart(), model.new_caches(max_batch_size=2, max_seq_len=64, cache_format=V41Format.plain())
-    steps = compile(model, caches=caches, backend=backend)
+    return Compiled(compile(model, caches=caches, backend=backend), backend, len(backend.inputs))
+
+
+def test_layers_of_one_kind_have_one_code(model: V41Model, compiled: Compiled) -> None:
     assert [layer.first_of_kind for layer in model._stack()] == FIRST_OF_KIND
     # Layers 0 and 1, 2, 3, 6, 8, and norm and head; 6 on a tail, and its insertion. With caches of these
     # sizes layer 7 has the code of 3.
-    assert backend.layers() == [2, 1, 1, 1, 1, 0, 1, 0]
-    assert len(backend.inputs) == 3
+    assert compiled.backend.layers()[:8] == [2, 1, 1, 1, 1, 0, 1, 0]
+    assert compiled.graphs == 3
     prompts, options = [[1, 2, 3, 4, 5] * 4, [7, 8, 9]], {"max_new_tokens": 6, "mode": "replay"}
     with torch.compiler.set_stance("fail_on_recompile"):
-        got = generate(model, prompts, **options, forward=steps)
+        got = generate(model, prompts, **options, forward=compiled.steps)
     other = model.new_caches(max_batch_size=2, max_seq_len=64, cache_format=V41Format.plain())
     assert got == generate(model, prompts, **options, caches=other)
 
 
-def test_numbers_of_modules_are_constants(model: V41Model) -> None:
-    """Else AOTAutograd traces a graph with numbers as inputs, and again without."""
-    backend = Apart()
-    compile(model, max_batch_size=2, max_seq_len=64, backend=backend)
+def test_numbers_of_modules_are_constants(compiled: Compiled) -> None:
+    """Else AOTAutograd traces a graph with numbers as inputs, and again without; so do later compilations."""
+    steps, backend = compiled.steps, compiled.backend
+    rows = torch.zeros(2, dtype=torch.int64)
+    with torch.no_grad():
+        steps._forward(rows, rows - 1, rows - 1, steps.caches, last=rows)
+    assert len(backend.inputs) > compiled.graphs
     for inputs in backend.inputs:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         assert not any(tensor.dim() == 0 and tensor.dtype is torch.float64 for tensor in tensors)
         assert not any(isinstance(value, (float, torch.SymFloat)) for value in inputs)
-
-
-def test_a_later_compilation_has_constants_too(model: V41Model) -> None:
-    """Tensors of inference mode are different ones for torch, which compiles their steps when they come."""
-    backend = Apart()
-    steps = compile(model, max_batch_size=2, max_seq_len=64, backend=backend, cache_format=V41Format.plain())
-    compiled, prompts = len(backend.inputs), [[1, 2, 3], [4, 5]]
-    want = generate(model, prompts, max_new_tokens=4, forward=steps)
-    with torch.inference_mode():
-        assert generate(model, prompts, max_new_tokens=4, forward=steps) == want
-    rows = torch.zeros(2, dtype=torch.int64)
-    with torch.no_grad():
-        steps._forward(rows, rows - 1, rows - 1, steps.caches, last=rows)
-    assert len(backend.inputs) > compiled
 
 
 def test_a_weight_that_was_replaced_is_read_and_one_of_a_different_shape_refused() -> None:
