@@ -152,14 +152,14 @@ class Cut:
         piece = self.pieces[number]
         items = {node: node.args[1] for node in _items(begins)}
         tensors: Any = begins.args[1]
-        own = {node: i for i, node in enumerate(tensors)}
+        layer_inputs = {node: i for i, node in enumerate(tensors)}
         inputs = []
         for node in piece.inputs:
             position: Any = items.get(node)
             if position is not None:
                 inputs.append((False, self._slot(carried[position])))
             else:
-                inputs.append((True, own[node]) if node in own else (False, self._slot(node)))
+                inputs.append((True, layer_inputs[node]) if node in layer_inputs else (False, self._slot(node)))
         slots = {node: len(self.slots) + i for i, node in enumerate(piece.outputs)}
         for i, node in enumerate(piece.outputs):
             self.slots[_Result(mark, i)] = slots[node]  # type: ignore[index]

@@ -64,8 +64,8 @@ class Program:
         tensors = layer_tensors.get({})
         held = [*inputs, *[None] * (self._size - len(inputs))]
         for call in self.calls:
-            own = tensors[call.layer] if call.layer >= 0 else ()
-            arguments = [own[index] if of_layer else held[index] for of_layer, index in call.inputs]
+            layer_inputs = tensors[call.layer] if call.layer >= 0 else ()
+            arguments = [layer_inputs[index] if of_layer else held[index] for of_layer, index in call.inputs]
             for slot in call.dead:
                 held[slot] = None
             results = self.pieces[call.piece](*arguments)
@@ -127,7 +127,7 @@ def _key(piece: Piece) -> tuple[str, tuple[Any, ...]]:
     """Return a text that is equal for pieces that compile to the same code, and the symbols of sizes in order."""
     numbers = {node: i for i, node in enumerate(piece.graph.nodes)}
     symbols: dict[Any, Any] = {}
-    places: dict[Any, int] = {}
+    storages: dict[Any, int] = {}
 
     def size(value: Any) -> str:
         if not isinstance(value, torch.SymInt):
@@ -147,9 +147,9 @@ def _key(piece: Piece) -> tuple[str, tuple[Any, ...]]:
         if node.op == "placeholder":
             value = node.meta["example_value"]
             if isinstance(value, Tensor):
-                place = places.setdefault(storage_identity(value), len(places))
+                storage = storages.setdefault(storage_identity(value), len(storages))
                 sizes = [size(n) for n in (*value.shape, -1, *value.stride(), -1, value.storage_offset())]
-                lines.append(f"{place} {sizes} {value.dtype} {value.device} {value.requires_grad} {type(value)}")
+                lines.append(f"{storage} {sizes} {value.dtype} {value.device} {value.requires_grad} {type(value)}")
             else:
                 lines.append(size(value))
             continue

@@ -118,7 +118,7 @@ def test_graphs_that_are_compiled_together_share_pieces() -> None:
 
 
 def test_a_piece_is_compiled_again_for_sizes_that_it_was_not_compiled_for() -> None:
-    """What the first compilation assumed of its symbols does not hold in the second graph."""
+    """A piece is compiled again where the second graph breaks an assumption of the first on sizes."""
     model, assume = Model(), [4]
 
     class Assuming(Apart):

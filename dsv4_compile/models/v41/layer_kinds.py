@@ -62,8 +62,8 @@ def _kind(layer: Layer, caches: V41Caches) -> Any:
     if layer.has_engram or layer.is_last_source or hooked:
         return None
     tensors = [*(layer.get_parameter(name) for name in weight_names(layer)), *caches_of(layer, caches)]
-    places: dict[int, int] = {}
-    shared = tuple(places.setdefault(id(tensor), i) for i, tensor in enumerate(tensors))
+    first_uses: dict[int, int] = {}
+    shared = tuple(first_uses.setdefault(id(tensor), i) for i, tensor in enumerate(tensors))
     facts = [(path, type(module), *_settings(module)) for path, module in modules.items()]
     return tuple(facts), weight_names(layer), shared, tuple(map(_layout, tensors))
 
