@@ -237,14 +237,24 @@ def _with_constants(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return `call`, whose traces have the numbers of modules as constants, whenever it is compiled.
 
     Else they are inputs of a graph first, which AOTAutograd traces again with their values, and marked layers read
-    inputs that their marks do not name.
+    inputs that their marks do not name. Graphs also guard inference mode and tensors that were made in it, so calls
+    leave it, as warm-up did.
     """
 
     def run(*inputs: Any, **options: Any) -> Any:
+        if torch.is_inference_mode_enabled() or any(isinstance(x, Tensor) and x.is_inference() for x in inputs):
+            with torch.inference_mode(False), torch.no_grad():
+                inputs, options = _compat.pytree.tree_map_only(Tensor, _normal, (inputs, options))
+                with _Constants.block():
+                    return call(*inputs, **options)
         with _Constants.block():
             return call(*inputs, **options)
 
     return run
+
+
+def _normal(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 class _Constants:

@@ -21,6 +21,7 @@ from .step import Step
 _OF_ONE = ("layer", "source", "first_of_kind", "weight_names", "training")
 """Settings that differ between layers of one kind: they say where a layer finds its caches."""
 _SCALARS = (bool, int, float, str, type(None))
+_SAME_CODE = "it runs the code of a layer without hooks"
 
 
 def weight_names(layer: Layer) -> tuple[str, ...]:
@@ -95,6 +96,10 @@ class RepeatedTensors:
         for layer in later:
             paths = [name.rpartition(".") for name in weight_names(layer)]
             self._weights[layer.layer] = [(layer.get_submodule(path)._parameters, name) for path, _, name in paths]
+        self._hooks = {
+            layer.layer: [m._forward_hooks for m in layer.modules()] + [m._forward_pre_hooks for m in layer.modules()]
+            for layer in later
+        }
         self._known = self._read()
         self._layouts = {i: [_layout(tensor) for tensor in tensors] for i, tensors in self._known.items()}
 
@@ -108,7 +113,13 @@ class RepeatedTensors:
         return bool(self._weights)
 
     def __call__(self) -> dict[int, list[Tensor]]:
-        """Return the tensors of each layer. Raises E208 for one that was replaced by a tensor of a different layout."""
+        """Return the tensors of each layer.
+
+        Raises E208 for one that was replaced by a tensor of a different layout, and for a layer that has hooks now.
+        """
+        for i, hooks in self._hooks.items():
+            got = f"layer {i} with hooks, which it did not have when the steps were compiled"
+            check(not any(hooks), "E208", got=got, why=_SAME_CODE, fix="call v41.compile again")
         tensors = self._read()
         for i, read in tensors.items():
             if all(new is old for new, old in zip(read, self._known[i], strict=True)):

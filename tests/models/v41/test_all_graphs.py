@@ -44,6 +44,17 @@ def test_a_storm_of_sizes_compiles_nothing(model: V41Model, steps: CompiledSteps
             assert got == generate(model, prompts, **options, caches=caches), options
 
 
+def test_inference_mode_compiles_nothing(model: V41Model, steps: CompiledSteps) -> None:
+    """Nor do inputs that were made in it."""
+    options: dict[str, Any] = {"max_new_tokens": 3, "forward": steps, "mode": "replay"}
+    want = generate(model, [[1, 2, 3] * 9], **options)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        with torch.inference_mode():
+            assert generate(model, [[1, 2, 3] * 9], **options) == want
+            inputs = token_ids(7), torch.arange(7), torch.zeros(7, dtype=torch.int64)
+        assert torch.equal(steps(*inputs, steps.caches), steps(*(x.clone() for x in inputs), steps.caches))
+
+
 def test_logits_of_all_rows_are_those_of_the_model(model: V41Model, steps: CompiledSteps) -> None:
     inputs = token_ids(7), torch.arange(7), torch.zeros(7, dtype=torch.int64)
     want = model(*inputs, model.new_caches(max_batch_size=3, max_seq_len=64, cache_format=steps.caches.cache_format))

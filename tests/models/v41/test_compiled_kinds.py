@@ -112,6 +112,18 @@ def test_a_weight_that_was_replaced_is_read_and_one_of_a_different_shape_refused
         generate(model, [[1, 2, 3]], **options, forward=steps)
 
 
+def test_a_hook_of_a_layer_that_was_not_traced_is_refused(model: V41Model, compiled: Compiled) -> None:
+    layer: Any = model.layers[9]
+    options: dict[str, Any] = {"max_new_tokens": 2, "forward": compiled.steps}
+    want = generate(model, [[1, 2, 3]], **options)
+    for register in (layer.ffn.gate.register_forward_hook, layer.register_forward_pre_hook):
+        hook = register(lambda *_: None)
+        with pytest.raises(InputError, match="layer 9 with hooks"):
+            generate(model, [[1, 2, 3]], **options)
+        hook.remove()
+    assert generate(model, [[1, 2, 3]], **options) == want
+
+
 def test_layers_that_differ_have_no_kind() -> None:
     """By a hook, a setting, or the dtype of a weight."""
     model = tiny_model(**LAYERS)
