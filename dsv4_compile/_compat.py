@@ -82,6 +82,7 @@ PRIVATE: dict[str, PrivateName] = {
     "cpp_builder": PrivateName("torch._inductor.cpp_builder", "", "names the C++ compiler, or says that none works"),
     "joint_graph": PrivateName("torch._inductor.fx_passes.joint_graph", "", "removes `x * 1` and `x + 0`"),
     "output_code": PrivateName("torch._inductor.output_code", "", "loads a graph that was compiled before"),
+    "triton_compat": PrivateName("torch._inductor.runtime.triton_compat", "", "hash of Triton's sources in cache keys"),
     "cpu_vec_isa": PrivateName("torch._inductor.cpu_vec_isa", "", "vector instructions that generated C++ uses"),
     "list_mode_options": PrivateName("torch._inductor", "list_mode_options", "settings of torch.compile(mode=...)"),
     "custom_graph_pass": PrivateName("torch._inductor.custom_graph_pass", "", "classes of graph passes"),
@@ -182,14 +183,13 @@ def triton_known() -> bool:
 def check_torch() -> None:
     """Raise E101 unless the installed torch is a version that this release was tested with."""
     first, last = (".".join(map(str, version)) for version in (TORCH_FIRST, TORCH_LAST))
-    above = f"{TORCH_LAST[0]}.{TORCH_LAST[1] + 1}"
     check(
         TORCH_FIRST <= torch_release() <= TORCH_LAST,
         "E101",
         got=f"torch {torch.__version__}, Python {platform.python_version()}",
         rule=f'backend="dsv4" works with torch {first} to {last}',
         why="it builds Inductor IR, whose interface changes between releases; the ops alone work with any torch",
-        fix=f'pip install "torch>={first},<{above}"',
+        fix=f'pip install "torch>={first},<{TORCH_LAST[0]}.{TORCH_LAST[1] + 1}"',
     )
 
 

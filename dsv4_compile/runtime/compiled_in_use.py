@@ -1,7 +1,8 @@
 """The compiled folder that this process started from: a graph that it lacks is a line in the log, or E502.
 
-Python's garbage collector rests while torch traces a graph that the folder has: it would walk every object of the
-trace, and free next to nothing.
+While torch traces a graph that the folder has, Python's garbage collector rests: it would walk every object of the
+trace, and free next to nothing. torch's cache of fake results is off: to write an entry takes as long as to run the
+fake of an op, and a trace that happens once reads few.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _in_use: list[InUse] = []
 _options: dict[str, None] = {}
 _pause = ExitStack()
 """Holds a block without collections while a graph is traced, by the thread that has torch's lock of compilations."""
+_uncached = ExitStack()
+"""Holds torch's setting of a cache of fake results until Dynamo's trace ends, by the same thread."""
 
 
 def note_options(mode: str | None, options: Mapping[str, Any] | None) -> None:
@@ -46,7 +49,7 @@ def options_so_far() -> list[str]:
 
 
 def use(folder: Path, *, required: bool, options: list[str]) -> None:
-    """Expect graphs that are compiled from now on in the caches, and trace them without collections."""
+    """Expect graphs that are compiled from now on in the caches, and trace them as for the only time."""
     from .._compat import compile_callbacks
 
     stop()
@@ -70,11 +73,25 @@ def stop() -> None:
 
 
 def _begin_pause(*_: Any) -> None:
+    from .._compat import dynamo_config
+
     _pause.enter_context(without_collections())
+    _uncached.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
 
 
 def _end_pause(*_: Any) -> None:
+    _uncached.close()
     _pause.close()
+
+
+def _end_trace() -> None:
+    """Let AOTAutograd cache fake results: for a graph that the folder lacks, it calls equal ops again and again."""
+    from .._compat import TracingContext, dynamo_config
+
+    _uncached.close()
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        context.fake_mode.cache_enabled = dynamo_config.fake_tensor_cache_enabled
 
 
 def watched(
@@ -86,6 +103,7 @@ def watched(
     """
     if not _in_use:
         return None
+    _end_trace()
     now, text = _in_use[-1], _text(mode, options)
 
     def compile_missing(gm: Any, example_inputs: Any, **arguments: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from dsv4_compile import DSV4Error, hf
 from dsv4_compile.hf.tiny import tiny_model
-from dsv4_compile.runtime import compile_caches, compiled_folder, compiled_in_use, machine_facts
+from dsv4_compile.runtime import compile_caches, compiled_folder, compiled_in_use, machine_facts, source_keys
 from tests.warm import ROOT, WarmPython
 
 SIZES: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "device": "cpu"}
@@ -39,10 +39,12 @@ import torch
 from torch._dynamo.utils import counters
 from dsv4_compile import hf
 
-commands = []
+commands, sources_read = [], []
 def note(event, arguments):
     if event == "subprocess.Popen":
         commands.append(str(arguments[1]))
+    if event == "open" and str(arguments[0]).endswith(("script.ld", "libtriton.so")) and arguments[1] == "rb":
+        sources_read.append(str(arguments[0]))
 sys.addaudithook(note)
 model = hf.load(
     sys.argv[3], max_batch_size=2, max_seq_len=64, device="cpu",
@@ -59,6 +61,7 @@ facts = {
     "misses": counters["aot_autograd"]["autograd_cache_miss"],
     "compiled": counters["inductor"]["fxgraph_cache_miss"],
 }
+facts["hashed"] = sources_read
 facts["compilers"] = [command for command in commands if "-shared" in command or ".cpp" in command]
 try:
     model(torch.tensor([[7], [8]]))
@@ -129,6 +132,7 @@ def test_a_process_with_empty_caches_compiles_nothing(
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["hits"] >= 1 and facts["misses"] == 0, facts
     assert facts["compiled"] == 0 and facts["compilers"] == []
+    assert facts["hashed"] == [], "torch's and Triton's sources were hashed again"
     assert "E502" in facts["missing"] and "is not in it" in facts["missing"]
     libraries = {path.name for path in (tmp_path / "cache").rglob("*.so")}
     brought = {Path(name).name for name in compiled_folder.read(built[0]).files if name.startswith("inductor/")}
@@ -140,6 +144,7 @@ def test_the_manifest_says_what_it_was_made_for(built: tuple[Path, str]) -> None
     assert compiled.made_for["torch"] == torch.__version__
     assert compiled.configuration["max_seq_len"] == 256  # whole pages
     assert compiled.made_for["vectors"] == []
+    assert compiled.made_for["sources"] == source_keys.recorded()
     assert compiled.configuration["options"] == ['{"mode": null, "options": {}}']
     assert {compile_caches.TORCH, compile_caches.NATIVE} <= compiled.files.keys()
 
@@ -165,7 +170,7 @@ def test_every_field_of_the_manifest_is_compared_and_named(
 ) -> None:
     text = (copied / compiled_folder.MANIFEST).read_text(encoding="utf-8")
     parts = {kind: json.loads(text)[kind] for kind in ("made_for", "configuration")}
-    fields = [field for field in leaves(parts) if field[-1] not in ("options", "vectors")]
+    fields = [field for field in leaves(parts) if field[-1] not in ("options", "vectors") and "sources" not in field]
     assert len(fields) > 40
     for field in fields:
         manifest = json.loads(text)

@@ -1,4 +1,4 @@
-"""Python's garbage collector while a process that uses a compiled folder traces graphs."""
+"""The garbage collector, and torch's cache of fake results, while a process with a compiled folder traces graphs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4_compile._compat import FakeTensorMode, TracingContext, dynamo_config
 from dsv4_compile.runtime import compiled_in_use
 from dsv4_compile.runtime.capture_status import without_collections
 
@@ -126,3 +127,26 @@ def test_a_graph_that_the_folder_lacks_compiles_with_collections() -> None:
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     assert states == [False, True]
     assert gc.isenabled()
+
+
+def test_fakes_of_ops_are_not_cached_while_dynamo_traces_a_graph_of_the_folder() -> None:
+    def backend(gm: Any, example_inputs: Any) -> Any:
+        settings.append(dynamo_config.fake_tensor_cache_enabled)
+        compiled_in_use.watched(lambda *_: None, None, None)
+        settings.append(dynamo_config.fake_tensor_cache_enabled)
+        settings.append(TracingContext.get().fake_mode.cache_enabled)
+        return gm.forward
+
+    def misses(function: Callable[[Tensor], Tensor]) -> int:
+        before = FakeTensorMode.cache_misses
+        torch.compile(function, backend=backend)(torch.ones(2))
+        return int(FakeTensorMode.cache_misses - before)
+
+    settings: list[bool] = []
+    FakeTensorMode.cache_clear()
+    assert misses(lambda x: x + 1) > 0
+    use()
+    FakeTensorMode.cache_clear()
+    assert misses(lambda x: x - 1) == 0
+    assert settings == [True, True, True, False, True, True], "AOTAutograd, which follows the trace, has the cache"
+    assert dynamo_config.fake_tensor_cache_enabled

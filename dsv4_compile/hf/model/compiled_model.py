@@ -14,7 +14,7 @@ import torch
 
 from ...errors import DSV4Error, check, error, fail
 from ...passes.choose import source_digest
-from ...runtime import compile_caches, compiled_folder, compiled_in_use, machine_facts
+from ...runtime import compile_caches, compiled_folder, compiled_in_use, machine_facts, source_keys
 from .convert import check_converted
 
 _log = logging.getLogger("dsv4_compile.hf")
@@ -45,6 +45,7 @@ def save_compiled(model: Any, path: str | os.PathLike[str]) -> str:
     made_for = machine_facts.made_for(device, source_digest())
     if any(name.startswith("inductor/") for name in files):
         made_for["vectors"] = machine_facts.vector_instructions()
+    made_for["sources"] = source_keys.recorded()
     configuration = configuration_of(model)
     folder = _of_rank(model, path)
     digest = compiled_folder.write(folder, files, made_for, {**configuration, "options": options})
@@ -77,6 +78,7 @@ def use_compiled(
         compiled = compiled_folder.read(folder, digest)
         _check_equal(compiled, model, device)
         compile_caches.place(compiled.files, device)
+        source_keys.take(compiled.made_for.get("sources"))
     except (DSV4Error, OSError) as raised:
         full = error("E502", got=str(folder), why=f"the caches cannot be written: {raised}")
         fault = raised if isinstance(raised, DSV4Error) else full
@@ -113,6 +115,7 @@ def _check_equal(compiled: compiled_folder.Compiled, model: Any, device: torch.d
     """Raise E502 with the first field in which the folder differs from this process and model."""
     stored = dict(compiled.made_for)
     vectors = stored.pop("vectors", None)
+    stored.pop("sources", None)  # hashes of files that this machine may have or not
     why = compiled_folder.difference("made_for", stored, machine_facts.made_for(device, source_digest()))
     configuration = dict(compiled.configuration)
     options = configuration.pop("options", None)
