@@ -80,6 +80,42 @@ def test_a_cached_call_launches_for_other_tensors_without_the_launcher() -> None
     assert got[2].data_ptr() == got[0].data_ptr() + 5 * 4
 
 
+def addressed(value: Any) -> Any:
+    """Replace the tensors of an argument by their addresses."""
+    if isinstance(value, tuple):
+        return tuple(map(addressed, value))
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: (x, y, None, 3),
+        lambda x, y: (x, y[1:], None),
+        lambda x, y: (x, None, y),
+        lambda x, y: (x, y, (x[2:], 5)),
+        lambda x, y: (y, x[:0]),
+    ],
+    ids=["tensors", "constants last", "an offset", "a constant between", "nested", "no elements"],
+)
+def test_a_tuple_has_the_addresses_of_the_call(group: Callable[..., Any]) -> None:
+    got: list[Any] = []
+
+    class Kernel(AddKernel):
+        params = ()
+
+        def run(self, group: Any, **options: Any) -> Kernel:  # type: ignore[override]
+            got.append(group)
+            return self
+
+    cache = recorded(lambda x, y: launch_kernel(Kernel(), (1,), group(x, y)), torch.zeros(4), torch.zeros(4))
+    x, y = torch.zeros(4), torch.zeros(4)
+    cache(x, y)
+    assert len(got) == 3 and isinstance(cache.look_up((x, y)).state, launch_cache.Entry)
+    assert got[-1] == addressed(group(x, y))
+
+
 def test_arguments_of_one_storage_may_be_of_two_the_next_time() -> None:
     both = torch.randn(2, 16)
     cache = recorded(lambda a, b: add(a[2:], b[2:]), both[0], both[1])
