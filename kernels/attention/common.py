@@ -13,6 +13,7 @@ is too large for a bfloat16, and a second factor takes the rest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,15 @@ from ..device.rope import load_cos_sin, rotate, table_row
 
 GRIDS = "grids"
 """Format of the caches of a `DecodeCall` of DeepSeek-V4.1; no op takes it as an argument."""
+CHANGING = {
+    "do_not_specialize": [
+        "splits", "min_blocks", "first_token", "tokens", "padded_tokens", "max_pos",
+        "window_width", "extra_width", "window_capacity", "extra_capacity",
+    ],
+    # A piece of a batch begins anywhere.
+    "do_not_specialize_on_alignment": ["p_window_lens", "p_extra_lens", "p_positions"],
+}  # fmt: skip
+"""Options of the decode kernels: arguments that change between calls, which therefore are in no tuple."""
 SCALE_DTYPES = (torch.float32, torch.int32)
 """Dtypes of activation scales: one number each, or four UE8M0 bytes packed in a word."""
 
@@ -145,13 +155,6 @@ class DecodeCall(NamedTuple):
         return self.window, self.extra
 
 
-def key_arguments(call: DecodeCall, pages: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int], list[int]]:
-    """Return tensors, strides of lengths, and slots of all caches of a call, as kernels take them with these pages."""
-    tensors = [x for keys, cache in zip(call.caches, pages, strict=True) for x in (cache, keys.indices, keys.lens)]
-    capacities = [cache.shape[0] * keys.block_size for keys, cache in zip(call.caches, pages, strict=True)]
-    return tensors, [keys.len_stride() for keys in call.caches], capacities
-
-
 def decode_call(op: DecodeArguments | DecodeQuantArguments) -> DecodeCall:
     """Group the arguments of an op."""
     extra = PagedKeys(op.k_cache, op.indices[:, :0], op.lens, op.block_size)
@@ -197,6 +200,32 @@ class Outputs(NamedTuple):
     def padded_tokens(self) -> int:
         """Return Ta, the tokens that the layout of the scales has room for."""
         return 0 if self.scale is None else self.scale.shape[2]
+
+
+def decode_arguments(
+    call: DecodeCall,
+    outputs: Sequence[Tensor | None],
+    pages: Sequence[Tensor],
+    widths: Sequence[int],
+    strides: tuple[Any, ...],
+    counts: Sequence[int],
+    *more: Tensor | None,
+) -> list[Any]:
+    """Return the arguments of a decode kernel, without those that are compile-time.
+
+    Args:
+        outputs: `Outputs` or partial results. pages, widths: caches as the kernel takes them, and columns of slots.
+        counts: most splits of a row, fewest blocks of a split, first token of the launch, T, and Ta of the scales.
+        more: what the kernel takes after the sinks.
+    """
+    positions, _, table, _, max_pos = call.fused.rope()
+    pairs = [*zip(call.caches, pages, strict=True)]
+    keys = [x for cache, words in pairs for x in ((words, cache.indices), cache.lens)]
+    capacities = [words.shape[0] * cache.block_size for cache, words in pairs]
+    q = call.q.view(torch.uint8) if call.q.element_size() == 1 else call.q
+    tensors = tuple(outputs), q, *keys, call.sink, *more, positions, table
+    scales = call.scale * math.log2(math.e), call.fused.q_norm_eps
+    return [*tensors, *scales, *counts, strides, max_pos, *widths, *capacities]
 
 
 def new_outputs(q: Tensor) -> Outputs:

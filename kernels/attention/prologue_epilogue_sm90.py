@@ -85,6 +85,39 @@ class HeadRows(NamedTuple):
     heads: Any
 
 
+class DecodeStrides(NamedTuple):
+    """Strides of a decode call in elements, those of pages in units of 16 bytes. Other dims are contiguous."""
+
+    out_token: Any
+    out_head: Any
+    lse: Any
+    q_token: Any
+    q_head: Any
+    window_page: Any
+    extra_page: Any
+    window_indices: Any
+    extra_indices: Any
+    window_lens: Any
+    extra_lens: Any
+    positions: Any
+    table: Any
+
+
+class DecodeShape(NamedTuple):
+    """Compile-time sizes and format of a decode call.
+
+    Attributes:
+        heads: of a token. window_log_page, extra_log_page: log2 of the tokens in a page.
+        plain: keys are bfloat16 rows. grids: those of the window are mxfp8, those of the extra cache nvfp4.
+    """
+
+    heads: int
+    window_log_page: int
+    extra_log_page: int
+    plain: bool
+    grids: bool
+
+
 class AngleTable(NamedTuple):
     """Where the angles of all tokens are: positions and their stride, the table, its row stride and its rows."""
 
@@ -131,6 +164,21 @@ def table_row(table, token):
 def cosines_of(table, row):
     """Return the pointer to the cosines of a `table_row`, followed by its sines."""
     return table.p_table + row.to(gl.int64) * opaque(table.table_stride)
+
+
+@gluon.jit
+def angle_pointer(p_positions, p_table, strides, max_pos, token, CACHE: gl.constexpr = CACHED):
+    """Return the pointer to the cosines of a token's position, followed by its sines."""
+    position = gl.load(p_positions + token * strides.positions, cache_modifier=CACHE).to(gl.int64)
+    return p_table + gl.minimum(gl.maximum(position, 0), max_pos - 1) * strides.table
+
+
+@gluon.jit
+def split_range(blocks, split, splits, min_blocks):
+    """Return the first and the last block of a token's split, exclusive; programs beyond its splits have none."""
+    own_splits = gl.maximum(gl.minimum(splits, (blocks + min_blocks - 1) // min_blocks), 1)
+    begin = blocks * gl.minimum(split % splits, own_splits) // own_splits
+    return begin, blocks * gl.minimum(split % splits + 1, own_splits) // own_splits
 
 
 @gluon.jit

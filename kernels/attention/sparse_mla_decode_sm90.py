@@ -39,7 +39,7 @@ from ..host.addresses import first_byte
 from ..host.gpu import Gpu
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_option, supports_pdl
-from .common import GRIDS, DecodeCall, Outputs, key_arguments, outputs_for
+from .common import CHANGING, GRIDS, DecodeCall, Outputs, decode_arguments, outputs_for
 from .kv_load_sm90 import (
     KeyAddresses,
     KeyIndices,
@@ -56,8 +56,11 @@ from .prologue_epilogue_sm90 import (
     HALF,
     SWIZZLED,
     D,
+    DecodeShape,
+    DecodeStrides,
     HeadRows,
     Queries,
+    angle_pointer,
     copy_queries,
     fetch_angles,
     fetch_queries,
@@ -65,6 +68,7 @@ from .prologue_epilogue_sm90 import (
     query_layout,
     rotate_queries,
     rotated_width,
+    split_range,
     store_partial,
     store_rows,
 )
@@ -75,7 +79,7 @@ from .split_combine import combine_splits, new_partials, split_plan, warps_at_on
 HEADS, KEYS = BLOCK_H.value, 64
 MIN_HEADS = 33
 """Fewest heads per rank of this kernel; sparse_mla_decode_sm90_few_heads.py has fewer."""
-RIGHT_REGISTERS, PRODUCER_REGISTERS = 160, 144
+RIGHT_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(160), gl.constexpr(144)
 PAGE_ALIGN = 16
 """Alignment of pages in bytes: keys are loaded 16 bytes at a time."""
 
@@ -295,24 +299,13 @@ def _right(
         store_rows(acc, by_head, tiles.keys.index(1), rows, queries.p_cos, HALF, PARTIAL, EPILOGUE)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "splits", "min_blocks", "first_token", "tokens", "padded_tokens", "max_pos",
-        "window_width", "extra_width", "window_capacity", "extra_capacity",
-    ],
-    # A piece of a batch begins anywhere.
-    do_not_specialize_on_alignment=["p_window_lens", "p_extra_lens", "p_positions"],
-)  # fmt: skip
+@gluon.jit(**CHANGING)
 def sparse_mla_decode_sm90_kernel(
-    p_out,  # [T, H, 512] bfloat16 or e4m3 [groups, T, K]; or partial results [N, splits, H, 512], contiguous
-    p_lse,  # [T, H] float32, contiguous heads, or None; or partial results [N, splits, H] in base 2, contiguous
-    p_scale,  # of e4m3, see HeadRows; or of float16 partial results [N, splits, H, 2] float32
+    outputs,  # out [T, H, 512] bfloat16 or e4m3 [groups, T, K], lse [T, H] float32 or None, scale; or `Partials`
     p_q,  # [T, H, 512] bfloat16
-    p_window_words,  # [P, page_bytes / 4] int32, or PLAIN [P, page tokens, 256] int32
-    p_window_indices,  # [T, W] int
+    window,  # words [P, page_bytes / 4] int32, or plain [P, page tokens, 256] int32; and indices [T, W] int
     p_window_lens,  # [T] int
-    p_extra_words,
-    p_extra_indices,  # [T, K] int
+    extra,  # words, and indices [T, K] int
     p_extra_lens,
     p_sink,  # [H] float32 or None
     p_positions,  # [T] int or None
@@ -324,35 +317,21 @@ def sparse_mla_decode_sm90_kernel(
     first_token,  # of this launch
     tokens,
     padded_tokens,
-    out_token_stride,
-    out_head_stride,
-    lse_stride,
-    q_token_stride,
-    q_head_stride,
-    window_page_chunks,  # stride of pages in units of 16 bytes
-    extra_page_chunks,
-    window_indices_stride,
-    extra_indices_stride,
-    window_lens_stride,
-    extra_lens_stride,
-    position_stride,
-    table_stride,
+    strides,  # `DecodeStrides`
     max_pos,
     window_width,
     extra_width,
     window_capacity,  # slots in the cache
     extra_capacity,
-    H: gl.constexpr,
-    WINDOW_LOG_PAGE: gl.constexpr,  # log2 of the tokens in a page
-    EXTRA_LOG_PAGE: gl.constexpr,
-    RIGHT_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-    PLAIN: gl.constexpr,  # keys are bfloat16 rows
-    GRIDS: gl.constexpr,  # keys of the window are mxfp8, those of the extra cache nvfp4
+    SHAPE: gl.constexpr,  # `DecodeShape`
     EPILOGUE: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     """Attend head block p % HEAD_BLOCKS of split p // HEAD_BLOCKS; the splits of a token are neighbours."""
+    H: gl.constexpr = SHAPE.heads
+    PLAIN: gl.constexpr = SHAPE.plain
+    GRIDS: gl.constexpr = SHAPE.grids
+    WINDOW_LOG_PAGE: gl.constexpr = SHAPE.window_log_page
+    EXTRA_LOG_PAGE: gl.constexpr = SHAPE.extra_log_page
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, D], SWIZZLED)
     keys = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, D], SWIZZLED)
     weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SWIZZLED)
@@ -378,24 +357,22 @@ def sparse_mla_decode_sm90_kernel(
     gdc_wait()
     HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     PARTIAL: gl.constexpr = H % BLOCK_H != 0
+    p_out, p_lse, p_scale = outputs
+    p_window_words, p_window_indices = window
+    p_extra_words, p_extra_indices = extra
     split = gl.program_id(0) // HEAD_BLOCKS
     head = gl.program_id(0) % HEAD_BLOCKS * BLOCK_H
-    heads = H - head
     token = (first_token + split // splits).to(gl.int64)
-    window_length = row_length(p_window_lens, window_lens_stride, token, window_width)
-    extra_length = row_length(p_extra_lens, extra_lens_stride, token, extra_width)
+    window_length = row_length(p_window_lens, strides.window_lens, token, window_width)
+    extra_length = row_length(p_extra_lens, strides.extra_lens, token, extra_width)
     if p_positions is not None:
-        position = gl.load(p_positions + token * position_stride).to(gl.int64)
-        p_table += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
+        p_table = angle_pointer(p_positions, p_table, strides, max_pos, token)
     window_blocks = (window_length + BLOCK_N - 1) // BLOCK_N
     blocks = window_blocks + (extra_length + BLOCK_N - 1) // BLOCK_N
-    # Programs beyond the splits of a token have no blocks.
-    own_splits = gl.maximum(gl.minimum(splits, (blocks + min_blocks - 1) // min_blocks), 1)
-    begin = blocks * gl.minimum(split % splits, own_splits) // own_splits
-    end = blocks * gl.minimum(split % splits + 1, own_splits) // own_splits
+    begin, end = split_range(blocks, split, splits, min_blocks)
     # First block of the extra cache. Out of reach if no key of it is needed, because it may have no pages then.
     boundary = gl.where(end <= window_blocks, 2**30, window_blocks)
-    p_q += token * q_token_stride + head.to(gl.int64) * q_head_stride
+    p_q += token * strides.q_token + head.to(gl.int64) * strides.q_head
     if p_sink is not None:
         p_sink += head
     if EPILOGUE.split:
@@ -406,22 +383,23 @@ def sparse_mla_decode_sm90_kernel(
             p_scale += row * (D // HALF)
     else:
         if EPILOGUE.groups == 0:
-            p_out += token * out_token_stride + head.to(gl.int64) * out_head_stride
+            p_out += token * strides.out_token + head.to(gl.int64) * strides.out_head
         if p_lse is not None:
-            p_lse += token * lse_stride + head
+            p_lse += token * strides.lse + head
     addresses = KeyAddresses(address_rows, address_scales, lives, placed)
-    queries = Queries(p_q, q_head_stride, p_table, eps)
-    rows = HeadRows(p_sink, p_lse, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
+    queries = Queries(p_q, strides.q_head, p_table, eps)
+    heads = H - head
+    rows = HeadRows(p_sink, p_lse, p_out, strides.out_head, p_scale, tokens, padded_tokens, token, head, heads)
     tiles = SharedTiles(
         q_tile, keys, weights_tile, factors, head_factors, ready, free, weights_ready, weights_free, q_ready
     )
     gl.warp_specialize([
         (_left, (queries, rows, scale, end - begin, lives, tiles, PARTIAL, EPILOGUE, PLAIN)),
         (_right, (BlocksOfKeys(
-            KeyIndices(p_window_words, window_page_chunks, WINDOW_LOG_PAGE, p_window_indices, window_indices_stride,
-                       window_length, window_capacity),
-            KeyIndices(p_extra_words, extra_page_chunks, EXTRA_LOG_PAGE, p_extra_indices, extra_indices_stride,
-                       extra_length, extra_capacity),
+            KeyIndices(p_window_words, strides.window_page, WINDOW_LOG_PAGE, p_window_indices,
+                       strides.window_indices, window_length, window_capacity),
+            KeyIndices(p_extra_words, strides.extra_page, EXTRA_LOG_PAGE, p_extra_indices,
+                       strides.extra_indices, extra_length, extra_capacity),
             boundary, begin,
         ), addresses, queries, rows, end - begin, tiles, PARTIAL, EPILOGUE, PLAIN, GRIDS)),
         (copy_keys if PLAIN else (produce_grid_keys if GRIDS else produce_keys),
@@ -489,9 +467,7 @@ def launch(call: DecodeCall, gpu: Gpu, splits: int = 0, into: Outputs | None = N
 
 def launch_into(into: Outputs, call: DecodeCall, gpu: Gpu, splits: int = 0) -> None:
     """Run `call` on `gpu`, whose cache format may be GRIDS."""
-    registers = {"RIGHT_REGISTERS": RIGHT_REGISTERS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS}
-    constants = registers | {"GRIDS": call.cache_format == GRIDS}
-    variant = Variant(sparse_mla_decode_sm90_kernel, constants, HEADS, KEYS, float16=True)
+    variant = Variant(sparse_mla_decode_sm90_kernel, {}, HEADS, KEYS, float16=True)
     _launch_variant(variant, call, gpu, splits, into)
 
 
@@ -510,7 +486,6 @@ def _launch_variant(variant: Variant, call: DecodeCall, gpu: Gpu, splits: int, i
     if tokens * heads == 0:
         return
     words = [keys.pages(call.cache_format).view(torch.int32) for keys in call.caches]
-    tensors, len_strides, capacities = key_arguments(call, words)
     # Invalid slots load the first key instead: rows of a cache without pages are empty.
     widths = [keys.indices.shape[1] if keys.cache.shape[0] else 0 for keys in call.caches]
     head_blocks = layout.cdiv(heads, variant.block_h)
@@ -520,42 +495,24 @@ def _launch_variant(variant: Variant, call: DecodeCall, gpu: Gpu, splits: int, i
     )
     partials = new_partials(plan, heads, head_dim, q)
     at_once = 0 if call.batch_invariant else warps_at_once(plan.splits)
-    positions, position_stride, table, table_strides, max_pos = fused.rope()
+    _, position_stride, _, table_strides, _ = fused.rope()
+    outer = [*into.strides(), into.lse_stride(), *q.stride()[:2]]
+    outer += [cache.stride(0) * 4 // PAGE_ALIGN for cache in words]
+    outer += [keys.indices.stride(0) for keys in call.caches]
+    outer += [keys.len_stride() for keys in call.caches]
+    strides = DecodeStrides._make([*outer, position_stride, table_strides[0]])
+    window_page, extra_page = (keys.block_size.bit_length() - 1 for keys in call.caches)
+    shape = DecodeShape(heads, window_page, extra_page, call.cache_format == "plain", call.cache_format == GRIDS)
     for first in range(0, tokens, plan.tokens):
         end = min(tokens, first + plan.tokens)
         grid = head_blocks, plan.splits, end - first
+        counts = plan.splits, plan.min_blocks, first, tokens, into.padded_tokens()
         launch_kernel(
             variant.kernel,
             (math.prod(grid),) if variant.flat else grid,
-            *(partials or into),
-            q,
-            *tensors,
-            call.sink,
-            positions,
-            table,
-            call.scale * _LOG2_E.value,
-            fused.q_norm_eps,
-            plan.splits,
-            plan.min_blocks,
-            first,
-            tokens,
-            into.padded_tokens(),
-            *into.strides(),
-            into.lse_stride(),
-            *q.stride()[:2],
-            *(cache.stride(0) * 4 // PAGE_ALIGN for cache in words),
-            *(keys.indices.stride(0) for keys in call.caches),
-            *len_strides,
-            position_stride,
-            table_strides[0],
-            max_pos,
-            *widths,
-            *capacities,
-            H=heads,
-            WINDOW_LOG_PAGE=call.window.block_size.bit_length() - 1,
-            EXTRA_LOG_PAGE=call.extra.block_size.bit_length() - 1,
+            *decode_arguments(call, partials or into, words, widths, strides, counts),
+            SHAPE=shape,
             **variant.constants,
-            PLAIN=call.cache_format == "plain",
             EPILOGUE=fused.epilogue(split=partials is not None),
             num_warps=variant.warps,
             # A contracted multiply and add rounds once where the separate ops round twice.

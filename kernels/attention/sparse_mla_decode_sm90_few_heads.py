@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ... import layout
 from ..hopper.gluon import FLAT, reinterpret, thread_barrier
 from ..host.gpu import Gpu
-from .common import DecodeCall, Outputs
+from .common import CHANGING, DecodeCall, Outputs
 from .kv_load_sm90 import (
     SWIZZLED_WORDS,
     KeyRow,
@@ -47,11 +47,13 @@ from .prologue_epilogue_sm90 import (
     D,
     HeadRows,
     Queries,
+    angle_pointer,
     fetch_angles,
     fetch_queries,
     norm_queries,
     query_layout,
     rotated_width,
+    split_range,
     store_few_rows,
 )
 from .sparse_mla_decode_sm90 import MIN_HEADS, Variant, launch_variant, why_unsupported_sm90
@@ -257,24 +259,13 @@ def _consumer(
         store_few_rows(q_tile, rows, queries.p_cos, PARTIAL, EPILOGUE)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "splits", "min_blocks", "first_token", "tokens", "padded_tokens", "max_pos",
-        "window_width", "extra_width", "window_capacity", "extra_capacity",
-    ],
-    # A piece of a batch begins anywhere.
-    do_not_specialize_on_alignment=["p_window_lens", "p_extra_lens", "p_positions"],
-)  # fmt: skip
+@gluon.jit(**CHANGING)
 def sparse_mla_decode_sm90_few_heads_kernel(
-    p_out,  # [T, H, 512] bfloat16 or e4m3 [groups, T, K]; or partial results [N, splits, H, 512] float32, contiguous
-    p_lse,  # [T, H] float32, contiguous heads, or None; or partial results [N, splits, H] in base 2, contiguous
-    p_scale,  # of e4m3, see HeadRows
+    outputs,  # out [T, H, 512] bfloat16 or e4m3 [groups, T, K], lse [T, H] float32 or None, scale; or `Partials`
     p_q,  # [T, H, 512] bfloat16
-    p_window_words,  # [P, page_bytes / 4] int32, or PLAIN [P, page tokens, 256] int32
-    p_window_indices,  # [T, W] int
+    window,  # words [P, page_bytes / 4] int32, or plain [P, page tokens, 256] int32; and indices [T, W] int
     p_window_lens,  # [T] int
-    p_extra_words,
-    p_extra_indices,  # [T, K] int
+    extra,  # words, and indices [T, K] int
     p_extra_lens,
     p_sink,  # [H] float32 or None
     p_positions,  # [T] int or None
@@ -286,35 +277,23 @@ def sparse_mla_decode_sm90_few_heads_kernel(
     first_token,  # of this launch
     tokens,
     padded_tokens,
-    out_token_stride,
-    out_head_stride,
-    lse_stride,
-    q_token_stride,
-    q_head_stride,
-    window_page_chunks,  # stride of pages in units of 16 bytes
-    extra_page_chunks,
-    window_indices_stride,
-    extra_indices_stride,
-    window_lens_stride,
-    extra_lens_stride,
-    position_stride,
-    table_stride,
+    strides,  # `DecodeStrides`
     max_pos,
     window_width,
     extra_width,
     window_capacity,  # slots in the cache
     extra_capacity,
-    H: gl.constexpr,
-    BLOCK_H: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    WINDOW_LOG_PAGE: gl.constexpr,  # log2 of the tokens in a page
-    EXTRA_LOG_PAGE: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-    PLAIN: gl.constexpr,  # keys are bfloat16 rows
+    SHAPE: gl.constexpr,  # `DecodeShape`
+    TILING: gl.constexpr,  # `Tiling`
     EPILOGUE: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     """Attend head block p % HEAD_BLOCKS of split p // HEAD_BLOCKS; the splits of a token are neighbours."""
+    H: gl.constexpr = SHAPE.heads
+    PLAIN: gl.constexpr = SHAPE.plain
+    WINDOW_LOG_PAGE: gl.constexpr = SHAPE.window_log_page
+    EXTRA_LOG_PAGE: gl.constexpr = SHAPE.extra_log_page
+    BLOCK_H: gl.constexpr = TILING.block_h
+    BUFFERS: gl.constexpr = TILING.buffers
     q_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, D], SWIZZLED)
     keys = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK_N, D], SWIZZLED)
     weights_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SWIZZLED)
@@ -328,26 +307,24 @@ def sparse_mla_decode_sm90_few_heads_kernel(
     gdc_wait()
     HEAD_BLOCKS: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     PARTIAL: gl.constexpr = H % BLOCK_H != 0
+    p_out, p_lse, p_scale = outputs
+    p_window_words, p_window_indices = window
+    p_extra_words, p_extra_indices = extra
     split = gl.program_id(0) // HEAD_BLOCKS
     head = gl.program_id(0) % HEAD_BLOCKS * BLOCK_H
-    heads = H - head
     token = (first_token + (split // splits if EPILOGUE.split else split)).to(gl.int64)
-    window_length = row_length(p_window_lens, window_lens_stride, token, window_width)
-    extra_length = row_length(p_extra_lens, extra_lens_stride, token, extra_width)
+    window_length = row_length(p_window_lens, strides.window_lens, token, window_width)
+    extra_length = row_length(p_extra_lens, strides.extra_lens, token, extra_width)
     if p_positions is not None:
-        position = gl.load(p_positions + token * position_stride).to(gl.int64)
-        p_table += gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
+        p_table = angle_pointer(p_positions, p_table, strides, max_pos, token)
     window_blocks = (window_length + BLOCK_N - 1) // BLOCK_N
     blocks = window_blocks + (extra_length + BLOCK_N - 1) // BLOCK_N
     begin, end = 0, blocks
     if EPILOGUE.split:
-        # Programs beyond the splits of a token have no blocks.
-        own_splits = gl.maximum(gl.minimum(splits, (blocks + min_blocks - 1) // min_blocks), 1)
-        begin = blocks * gl.minimum(split % splits, own_splits) // own_splits
-        end = blocks * gl.minimum(split % splits + 1, own_splits) // own_splits
-    p_q += token * q_token_stride + head.to(gl.int64) * q_head_stride
-    p_window_row = p_window_indices + token * window_indices_stride
-    p_extra_row = p_extra_indices + token * extra_indices_stride
+        begin, end = split_range(blocks, split, splits, min_blocks)
+    p_q += token * strides.q_token + head.to(gl.int64) * strides.q_head
+    p_window_row = p_window_indices + token * strides.window_indices
+    p_extra_row = p_extra_indices + token * strides.extra_indices
     if p_sink is not None:
         p_sink += head
     if EPILOGUE.split:
@@ -356,20 +333,22 @@ def sparse_mla_decode_sm90_few_heads_kernel(
         p_lse += row
     else:
         if EPILOGUE.groups == 0:
-            p_out += token * out_token_stride + head.to(gl.int64) * out_head_stride
+            p_out += token * strides.out_token + head.to(gl.int64) * strides.out_head
         if p_lse is not None:
-            p_lse += token * lse_stride + head
-    queries = Queries(p_q, q_head_stride, p_table, eps)
-    rows = HeadRows(p_sink, p_lse, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
+            p_lse += token * strides.lse + head
+    queries = Queries(p_q, strides.q_head, p_table, eps)
+    heads = H - head
+    rows = HeadRows(p_sink, p_lse, p_out, strides.out_head, p_scale, tokens, padded_tokens, token, head, heads)
     ring = KeyRing(keys, lives, ready, free)
     gl.warp_specialize([
         (_consumer, (queries, rows, scale, end - begin, (q_tile, weights_tile), ring, PARTIAL, EPILOGUE, PLAIN)),
         (_copier if PLAIN else _producer, (
-            KeyRow(p_window_words, window_page_chunks, p_window_row, window_length, window_capacity, WINDOW_LOG_PAGE),
-            KeyRow(p_extra_words, extra_page_chunks, p_extra_row, extra_length, extra_capacity, EXTRA_LOG_PAGE),
+            KeyRow(p_window_words, strides.window_page, p_window_row, window_length, window_capacity,
+                   WINDOW_LOG_PAGE),
+            KeyRow(p_extra_words, strides.extra_page, p_extra_row, extra_length, extra_capacity, EXTRA_LOG_PAGE),
             window_blocks, begin, end, ring,
         )),
-    ], [8], [PRODUCER_REGISTERS])  # fmt: skip
+    ], [8], [TILING.registers])  # fmt: skip
 
 
 class Tiling(NamedTuple):
@@ -402,7 +381,6 @@ def launch(
 
     `splits` and `tiling` overrule `split_plan` and `choose_tiling`.
     """
-    block_h, registers, buffers = tiling or choose_tiling(call.q.shape[1])
-    constants = {"BLOCK_H": block_h, "BUFFERS": buffers, "PRODUCER_REGISTERS": registers}
-    variant = Variant(sparse_mla_decode_sm90_few_heads_kernel, constants, block_h, KEYS)
+    tiling = tiling or choose_tiling(call.q.shape[1])
+    variant = Variant(sparse_mla_decode_sm90_few_heads_kernel, {"TILING": tiling}, tiling.block_h, KEYS)
     return launch_variant(variant, call, gpu, splits, into)

@@ -24,7 +24,7 @@ from ...layout import cdiv
 from ...ops.common.invariance import TOKENS
 from ..hopper.gluon import reinterpret, thread_barrier
 from ..host.gpu import Gpu
-from .common import DecodeCall, Outputs
+from .common import CHANGING, DecodeCall, Outputs
 from .kv_load_sm90 import (
     SWIZZLED_WORDS,
     KeyRow,
@@ -42,6 +42,7 @@ from .prologue_epilogue_sm90 import (
     SWIZZLED,
     D,
     HeadRows,
+    angle_pointer,
     fetch_angles,
     fetch_queries,
     store_few_queries,
@@ -80,17 +81,6 @@ def _scores(keys, q_tile, live, scale, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _angle_pointer(table, token):
-    """Return the pointer to the cosines of a token's position, followed by its sines.
-
-    `table`: positions and their stride, the table, its row stride and its rows.
-    """
-    p_positions, position_stride, p_table, table_stride, max_pos = table
-    position = gl.load(p_positions + token * position_stride, cache_modifier=".cg").to(gl.int64)
-    return p_table + gl.minimum(gl.maximum(position, 0), max_pos - 1) * table_stride
-
-
-@gluon.jit
 def _fetch_block(
     inner, window, extra, slot, words,
     WORDS: gl.constexpr, ROPES: gl.constexpr, COPIES: gl.constexpr, PLAIN: gl.constexpr,
@@ -122,24 +112,13 @@ def _store_block(stored, slot, words, WORDS: gl.constexpr, PLAIN: gl.constexpr):
         words.store(dequantize_keys(codes, rope, scales, slot >= 0, WORDS))
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "splits", "min_blocks", "first_token", "tokens", "padded_tokens", "max_pos",
-        "window_width", "extra_width", "window_capacity", "extra_capacity",
-    ],
-    # A piece of a batch begins anywhere.
-    do_not_specialize_on_alignment=["p_window_lens", "p_extra_lens", "p_positions"],
-)  # fmt: skip
+@gluon.jit(**CHANGING)
 def sparse_mla_decode_sm90_few_tokens_kernel(
-    p_out,  # [T, H, 512] bfloat16 or e4m3 [groups, T, K]; or partial results [N, splits, H, 512] float32, contiguous
-    p_lse,  # [T, H] float32, contiguous heads, or None; or partial results [N, splits, H] in base 2, contiguous
-    p_scale,  # of e4m3, see HeadRows
+    outputs,  # out [T, H, 512] bfloat16 or e4m3 [groups, T, K], lse [T, H] float32 or None, scale; or `Partials`
     p_q,  # [T, H, 512] bfloat16
-    p_window_words,  # [P, page_bytes / 4] int32, or PLAIN [P, page tokens, 256] int32
-    p_window_indices,  # [T, W] int
+    window,  # words [P, page_bytes / 4] int32, or plain [P, page tokens, 256] int32; and indices [T, W] int
     p_window_lens,  # [T] int
-    p_extra_words,
-    p_extra_indices,  # [T, K] int
+    extra,  # words, and indices [T, K] int
     p_extra_lens,
     p_sink,  # [H] float32 or None
     p_positions,  # [T] int or None
@@ -151,36 +130,25 @@ def sparse_mla_decode_sm90_few_tokens_kernel(
     first_token,  # of this launch
     tokens,
     padded_tokens,
-    out_token_stride,
-    out_head_stride,
-    lse_stride,
-    q_token_stride,
-    q_head_stride,
-    window_page_chunks,  # stride of pages in units of 16 bytes
-    extra_page_chunks,
-    window_indices_stride,
-    extra_indices_stride,
-    window_lens_stride,
-    extra_lens_stride,
-    position_stride,
-    table_stride,
+    strides,  # `DecodeStrides`
     max_pos,
     window_width,
     extra_width,
     window_capacity,  # slots in the cache
     extra_capacity,
-    H: gl.constexpr,
-    BLOCK_H: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    WINDOW_LOG_PAGE: gl.constexpr,  # log2 of the tokens in a page
-    EXTRA_LOG_PAGE: gl.constexpr,
-    ONE_BLOCK: gl.constexpr,  # no program has more than one block
-    LATE: gl.constexpr,  # let the next kernel start after the last keys have been loaded, else at once
-    PLAIN: gl.constexpr,  # keys are bfloat16 rows
+    SHAPE: gl.constexpr,  # `DecodeShape`
+    TILING: gl.constexpr,  # `Tiling`
     EPILOGUE: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     """Attend head block h of token t to the blocks of keys p, p + splits, ... in program (h, p, t)."""
+    H: gl.constexpr = SHAPE.heads
+    PLAIN: gl.constexpr = SHAPE.plain
+    WINDOW_LOG_PAGE: gl.constexpr = SHAPE.window_log_page
+    EXTRA_LOG_PAGE: gl.constexpr = SHAPE.extra_log_page
+    BLOCK_H: gl.constexpr = TILING.block_h
+    BLOCK_N: gl.constexpr = TILING.block_n
+    LATE: gl.constexpr = TILING.late
+    num_warps: gl.constexpr = TILING.warps
     SIDES: gl.constexpr = 16 * num_warps // BLOCK_N  # groups of warps, each with a part of the heads of the scores
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps // SIDES, SIDES], instr_shape=[16, BLOCK_H // SIDES, 16]
@@ -209,22 +177,25 @@ def sparse_mla_decode_sm90_few_tokens_kernel(
     head, split, local = gl.program_id(0) * BLOCK_H, gl.program_id(1), gl.program_id(2)
     heads = H - head
     token = (first_token + local).to(gl.int64)
-    p_q += token * q_token_stride + head.to(gl.int64) * q_head_stride
-    p_window_row = p_window_indices + token * window_indices_stride
-    p_extra_row = p_extra_indices + token * extra_indices_stride
+    p_out, p_lse, p_scale = outputs
+    p_window_words, p_window_indices = window
+    p_extra_words, p_extra_indices = extra
+    p_q += token * strides.q_token + head.to(gl.int64) * strides.q_head
+    p_window_row = p_window_indices + token * strides.window_indices
+    p_extra_row = p_extra_indices + token * strides.extra_indices
     p_lens = p_window_lens, p_extra_lens
-    lens_strides = window_lens_stride, extra_lens_stride
+    lens_strides = strides.window_lens, strides.extra_lens
     widths = window_width, extra_width
-    table = p_positions, position_stride, p_table, table_stride, max_pos
     o_head = gl.arange(0, BLOCK_H, SCORE_HEADS)
     m_head = o_head < heads
     # Before the previous kernel has ended: all keys but the step's own are prefetched, as far as the metadata, which is
     # loaded again below, is the step's already.
     window_length, extra_length, window_blocks, blocks = row_extents(p_lens, lens_strides, widths, token, BLOCK_N)
     if p_positions is not None:
-        prefetch(_angle_pointer(table, token) + gl.arange(0, EPILOGUE.rope, LINE))
-    window = KeyRow(p_window_words, window_page_chunks, p_window_row, window_length, window_capacity, WINDOW_LOG_PAGE)
-    extra = KeyRow(p_extra_words, extra_page_chunks, p_extra_row, extra_length, extra_capacity, EXTRA_LOG_PAGE)
+        p_angles = angle_pointer(p_positions, p_table, strides, max_pos, token, ".cg")
+        prefetch(p_angles + gl.arange(0, EPILOGUE.rope, LINE))
+    window = KeyRow(p_window_words, strides.window_page, p_window_row, window_length, window_capacity, WINDOW_LOG_PAGE)
+    extra = KeyRow(p_extra_words, strides.extra_page, p_extra_row, extra_length, extra_capacity, EXTRA_LOG_PAGE)
     for block in range(split, blocks, splits):
         inner = block < window_blocks
         slot = block_slots(window, extra, window_blocks, block, BLOCK_N, PREFETCHED)
@@ -233,22 +204,22 @@ def sparse_mla_decode_sm90_few_tokens_kernel(
         row, scale_row = address_of(slot, chunks, gl.where(inner, window.log_page, extra.log_page), PLAIN)
         prefetch_rows(p_words, row, scale_row, LINES, PLAIN)
     gdc_wait()
-    q = fetch_queries(p_q, q_head_stride, heads, BLOCK_H, PARTIAL, ROWS, CACHE=".cg")
+    q = fetch_queries(p_q, strides.q_head, heads, BLOCK_H, PARTIAL, ROWS, CACHE=".cg")
     window_length, extra_length, window_blocks, blocks = row_extents(p_lens, lens_strides, widths, token, BLOCK_N)
     p_cos = p_table
     if p_positions is not None:
-        p_cos = _angle_pointer(table, token)
+        p_cos = angle_pointer(p_positions, p_table, strides, max_pos, token, ".cg")
     cos, sin = None, None
     if eps is not None:
         # Before the keys, so that both are in flight at the same time.
         cos, sin = fetch_angles(p_cos, q, EPILOGUE.rope, ".cg")
-    window = KeyRow(p_window_words, window_page_chunks, p_window_row, window_length, window_capacity, WINDOW_LOG_PAGE)
-    extra = KeyRow(p_extra_words, extra_page_chunks, p_extra_row, extra_length, extra_capacity, EXTRA_LOG_PAGE)
+    window = KeyRow(p_window_words, strides.window_page, p_window_row, window_length, window_capacity, WINDOW_LOG_PAGE)
+    extra = KeyRow(p_extra_words, strides.extra_page, p_extra_row, extra_length, extra_capacity, EXTRA_LOG_PAGE)
     slot = block_slots(window, extra, window_blocks, split, BLOCK_N, SLOTS)
     live = block_slots(window, extra, window_blocks, split, BLOCK_N, LIVE)
     acc = gl.zeros([D, BLOCK_H], gl.float32, OUTPUT)
     top = gl.full([BLOCK_H], float("-inf"), gl.float32, SCORE_HEADS)
-    if ONE_BLOCK:
+    if TILING.one_block:
         # The loop below without what passes from block to block: half of the registers, and shorter code.
         total = gl.zeros([BLOCK_H], gl.float32, SCORE_HEADS)
         factor = gl.zeros([BLOCK_H], gl.float32, OUTPUT_HEADS)
@@ -324,7 +295,7 @@ def sparse_mla_decode_sm90_few_tokens_kernel(
     else:
         if p_lse is not None:
             natural = gl.where(total == 0, float("inf"), lse * LN_2)
-            gl.store(p_lse + token * lse_stride + head + o_head, natural, mask=m_head)
+            gl.store(p_lse + token * strides.lse + head + o_head, natural, mask=m_head)
         if p_sink is not None:
             # Computed as the combine kernel does for one split, so that the bits are equal.
             sink = gl.load(p_sink + head + o_head, mask=m_head, other=0.0)
@@ -333,8 +304,8 @@ def sparse_mla_decode_sm90_few_tokens_kernel(
         q_tile.store(acc.to(gl.bfloat16).permute((1, 0)))
         thread_barrier()
         if EPILOGUE.groups == 0:
-            p_out += token * out_token_stride + head.to(gl.int64) * out_head_stride
-        rows = HeadRows(p_sink, p_lse, p_out, out_head_stride, p_scale, tokens, padded_tokens, token, head, heads)
+            p_out += token * strides.out_token + head.to(gl.int64) * strides.out_head
+        rows = HeadRows(p_sink, p_lse, p_out, strides.out_head, p_scale, tokens, padded_tokens, token, head, heads)
         for half in gl.static_range(D // HALF):
             store_half(q_tile, rows, p_cos, half * HALF, PARTIAL, EPILOGUE, ROWS)
 
@@ -421,11 +392,12 @@ def launch(
     widths = [keys.indices.shape[1] for keys in call.caches]
     if call.batch_invariant:
         tiling = invariant_tiling(tokens, heads)
-    block_h, block_n, warps, late, one_block = tiling or choose_tiling(tokens, heads, sum(widths)) or ONE_BLOCK[1]
+    tiling = tiling or choose_tiling(tokens, heads, sum(widths)) or ONE_BLOCK[1]
+    block_h, block_n, warps = tiling[:3]
     blocks = sum(cdiv(width, block_n) for width in widths)
     if call.batch_invariant:
         splits = max(1, blocks)
     splits = splits or split_count(max(1, tokens * cdiv(heads, block_h)), blocks, gpu)
-    constants = {"BLOCK_H": block_h, "BLOCK_N": block_n, "ONE_BLOCK": one_block and splits >= blocks, "LATE": late}
+    constants = {"TILING": tiling._replace(one_block=tiling.one_block and splits >= blocks)}
     variant = Variant(sparse_mla_decode_sm90_few_tokens_kernel, constants, block_h, block_n, warps, flat=False)
     return launch_variant(variant, call, gpu, splits, into)

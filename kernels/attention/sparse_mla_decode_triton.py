@@ -24,15 +24,16 @@ from ..host.gpu import Gpu, gpu_of
 from ..host.launch import DTYPES, launch_kernel
 from ..host.pdl import supports_pdl
 from .common import (
+    CHANGING,
     DATA_BYTES,
     NOT_FUSED,
     DecodeCall,
     OutputRows,
     Outputs,
     Rope,
+    decode_arguments,
     decode_keys,
     fetch_keys,
-    key_arguments,
     load_queries,
     new_outputs,
     operand_dtype,
@@ -103,24 +104,72 @@ def _fetch_block(
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "splits", "min_blocks", "first_token", "tokens", "padded_tokens", "max_pos",
-        "window_capacity", "extra_capacity", "window_width", "extra_width",
-    ],
-    # A piece of a batch begins anywhere.
-    do_not_specialize_on_alignment=["p_window_lens", "p_extra_lens", "p_positions"],
-)  # fmt: skip
+class Tiles(NamedTuple):
+    """Tiling of a launch.
+
+    Attributes:
+        block_h, block_n: heads and keys that a program takes at a time. warps: of a program.
+        keys_first: scores are [keys, heads] and the output is [dims, heads]; else both are transposed.
+        prefetch: load the next block of keys before working on this one.
+    """
+
+    block_h: int
+    block_n: int
+    warps: int
+    keys_first: bool = False
+    prefetch: bool = False
+
+
+class Strides(NamedTuple):
+    """Strides of the tensors of a call in elements; of the lse and of lengths and positions from token to token.
+
+    Attributes:
+        window, extra: strides of a page, a row and a dim; a byte cache has the first alone.
+    """
+
+    out: Any
+    lse: Any
+    q: Any
+    window: Any
+    extra: Any
+    window_indices: Any
+    extra_indices: Any
+    window_lens: Any
+    extra_lens: Any
+    sink: Any
+    positions: Any
+    table: Any
+
+
+class Shape(NamedTuple):
+    """Compile-time sizes and formats of a launch.
+
+    Attributes:
+        heads, dim, block_dim: heads, their dims, and the power of two that holds these. fmt: of the caches.
+        window_page, extra_page: tokens in a page.
+        dtype: of the operands of both GEMMs, which accumulate in float32. rounded: of attention's output.
+        pdl: lets the combine kernel start early.
+    """
+
+    heads: int
+    dim: int
+    block_dim: int
+    fmt: str
+    window_page: int
+    extra_page: int
+    dtype: Any
+    rounded: Any
+    tiles: Tiles
+    pdl: bool
+
+
+@triton.jit(**CHANGING)
 def sparse_mla_decode_kernel(
-    p_out,  # [T, H, D] or e4m3 [groups, T, K], see common.store_rows; or partial results [N, splits, H, D] float32
-    p_lse,  # [T, H] float32, contiguous heads, or None; or partial results [N, splits, H] in base 2, contiguous
-    p_scale,
+    outputs,  # out [T, H, D] or e4m3 [groups, T, K], see common.store_rows; lse [T, H] or None; scale; or `Partials`
     p_q,  # [T, H, D], e4m3 as uint8
-    p_window_cache,  # [P, page_bytes] uint8 or [P, S, D]
-    p_window_indices,  # [T, W] int
+    window,  # cache [P, page_bytes] uint8 or [P, S, D], and indices [T, W] int
     p_window_lens,  # [T] int
-    p_extra_cache,
-    p_extra_indices,  # [T, K] int
+    extra,  # cache, and indices [T, K] int
     p_extra_lens,
     p_sink,  # [H] float32 or None
     p_kv_scale,  # [1] float32 or None
@@ -133,65 +182,56 @@ def sparse_mla_decode_kernel(
     first_token,  # of this launch
     tokens,
     padded_tokens,
-    out_strides,
-    lse_stride,
-    q_strides,
-    window_strides,  # of a page, a row and a dim; a byte cache has the first alone
-    extra_strides,
-    window_indices_strides,
-    extra_indices_strides,
-    window_lens_stride,
-    extra_lens_stride,
-    sink_stride,
-    position_stride,
-    table_strides,
+    strides,  # `Strides`
     max_pos,
     window_width,
     extra_width,
     window_capacity,  # slots in the cache
     extra_capacity,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    FORMAT: tl.constexpr,
-    WINDOW_PAGE: tl.constexpr,  # tokens in a page
-    EXTRA_PAGE: tl.constexpr,
-    DTYPE: tl.constexpr,  # of the operands of both GEMMs, which accumulate in float32
-    ROUND: tl.constexpr,  # dtype of attention's output
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,  # scores are [keys, heads] and the output is [dims, heads], or both transposed
-    PREFETCH: tl.constexpr,  # load the next block of keys before working on this one
-    PDL: tl.constexpr,  # lets the combine kernel start early
+    SHAPE: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
     """Attend head block p % HEAD_BLOCKS of split p // HEAD_BLOCKS; the splits of a token are neighbours."""
+    H: tl.constexpr = SHAPE.heads
+    D: tl.constexpr = SHAPE.dim
+    BLOCK_D: tl.constexpr = SHAPE.block_dim
+    FORMAT: tl.constexpr = SHAPE.fmt
+    WINDOW_PAGE: tl.constexpr = SHAPE.window_page
+    EXTRA_PAGE: tl.constexpr = SHAPE.extra_page
+    DTYPE: tl.constexpr = SHAPE.dtype
+    BLOCK_H: tl.constexpr = SHAPE.tiles.block_h
+    BLOCK_N: tl.constexpr = SHAPE.tiles.block_n
+    KEYS_FIRST: tl.constexpr = SHAPE.tiles.keys_first
+    PREFETCH: tl.constexpr = SHAPE.tiles.prefetch
     HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     KEY_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
     HEAD_AXIS: tl.constexpr = 1 - KEY_AXIS
-    if PDL:
+    p_out, p_lse, p_scale = outputs
+    p_window_cache, p_window_indices = window
+    p_extra_cache, p_extra_indices = extra
+    if SHAPE.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0) // HEAD_BLOCKS
     token = (first_token + split // splits).to(tl.int64)
     first_head = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H
     o_head = first_head + tl.arange(0, BLOCK_H)
     m_head = o_head < H
-    rope = Rope(p_positions, position_stride, p_table, table_strides, max_pos)
+    rope = Rope(p_positions, strides.positions, p_table, strides.table, max_pos)
 
-    window_length = _length(p_window_lens, window_lens_stride, token, window_width)
-    extra_length = _length(p_extra_lens, extra_lens_stride, token, extra_width)
+    window_length = _length(p_window_lens, strides.window_lens, token, window_width)
+    extra_length = _length(p_extra_lens, strides.extra_lens, token, extra_width)
     window_blocks = tl.cdiv(window_length, BLOCK_N)
     blocks = window_blocks + tl.cdiv(extra_length, BLOCK_N)
     # Programs beyond the splits of a token have no blocks.
     own_splits = tl.maximum(tl.minimum(splits, tl.cdiv(blocks, min_blocks)), 1)
     begin = blocks * tl.minimum(split % splits, own_splits) // own_splits
     end = blocks * tl.minimum(split % splits + 1, own_splits) // own_splits
-    p_window_row = p_window_indices + token * window_indices_strides[0]
-    window_row = p_window_row, window_indices_strides[1], window_length, window_capacity
-    p_extra_row = p_extra_indices + token * extra_indices_strides[0]
-    extra_row = p_extra_row, extra_indices_strides[1], extra_length, extra_capacity
-    window = p_window_cache, window_strides[0], window_strides[1], window_strides[2]
-    extra = p_extra_cache, extra_strides[0], extra_strides[1], extra_strides[2]
+    p_window_row = p_window_indices + token * strides.window_indices[0]
+    window_row = p_window_row, strides.window_indices[1], window_length, window_capacity
+    p_extra_row = p_extra_indices + token * strides.extra_indices[0]
+    extra_row = p_extra_row, strides.extra_indices[1], extra_length, extra_capacity
+    window = p_window_cache, strides.window[0], strides.window[1], strides.window[2]
+    extra = p_extra_cache, strides.extra[0], strides.extra[1], strides.extra[2]
 
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
@@ -207,8 +247,8 @@ def sparse_mla_decode_kernel(
         slot = _block_slots(begin + 1, end, window_blocks, window_row, extra_row, BLOCK_N)
 
     # Queries are loaded after the first keys have been requested.
-    p_q += token * q_strides[0] + o_head.to(tl.int64) * q_strides[1]
-    heads = p_q, q_strides[2]
+    p_q += token * strides.q[0] + o_head.to(tl.int64) * strides.q[1]
+    heads = p_q, strides.q[2]
     if eps is not None:
         # A branch, so that the compiler does not choose the layout of the keys by how queries are rotated: it would
         # store every key twice.
@@ -264,22 +304,12 @@ def sparse_mla_decode_kernel(
             tl.store(p_out + o_row[:, None] * D + o_dim[None, :], rows, mask=m_out)
     else:
         # Computed as the combine kernel does for one split, so that the bits are equal.
-        factor, lse = finish_softmax(lse, tl.where(total == 0, 0.0, 1.0), p_sink, sink_stride, o_head, m_head)
+        factor, lse = finish_softmax(lse, tl.where(total == 0, 0.0, 1.0), p_sink, strides.sink, o_head, m_head)
         if p_lse is not None:
-            tl.store(p_lse + token * lse_stride + o_head, lse, mask=m_head)
-        rows = (rows * factor[:, None]).to(ROUND)
-        out = OutputRows(p_out, out_strides, p_scale, tokens, padded_tokens)
+            tl.store(p_lse + token * strides.lse + o_head, lse, mask=m_head)
+        rows = (rows * factor[:, None]).to(SHAPE.rounded)
+        out = OutputRows(p_out, strides.out, p_scale, tokens, padded_tokens)
         rotate_and_store_rows(rows, out, token, first_head, rope, H, D, EPILOGUE)
-
-
-class Tiles(NamedTuple):
-    """Tiling of a launch; see the kernel's arguments of these names."""
-
-    block_h: int
-    block_n: int
-    warps: int
-    keys_first: bool = False
-    prefetch: bool = False
 
 
 def choose_tiles(gpu: Gpu, heads: int, dtype: torch.dtype) -> Tiles:
@@ -373,55 +403,31 @@ def launch(
     if tokens * heads == 0:
         return into.pair()
     pages = [keys.pages(call.cache_format) for keys in call.caches]
-    tensors, len_strides, capacities = key_arguments(call, pages)
     problem = problem_of(call)
     tiles, _, split, pdl = planned = plan(problem, tokens, gpu, splits, tiles)
     partials = new_partials(split, heads, head_dim, q)
-    positions, position_stride, table, table_strides, max_pos = fused.rope()
+    _, position_stride, _, table_strides, _ = fused.rope()
+    window, extra = call.caches
+    page_strides = [(*cache.stride(), 0, 0)[:3] for cache in pages]  # pages of bytes have two dims, pages of rows three
+    sink_stride = 0 if call.sink is None else call.sink.stride(0)
+    strides = Strides(
+        *(into.strides(), into.lse_stride(), q.stride()),
+        *(page_strides[0], page_strides[1]),
+        *(window.indices.stride(), extra.indices.stride()),
+        *(window.len_stride(), extra.len_stride()),
+        *(sink_stride, position_stride, table_strides),
+    )
+    sizes = heads, head_dim, max(16, triton.next_power_of_2(head_dim))
+    dtypes = DTYPES[problem.dtype], DTYPES[output_dtype(q)]
+    shape = Shape(*sizes, call.cache_format, window.block_size, extra.block_size, *dtypes, tiles, pdl)
     for first in range(0, tokens, split.tokens):
         end = min(tokens, first + split.tokens)
+        counts = split.splits, split.min_blocks, first, tokens, into.padded_tokens()
         launch_kernel(
             sparse_mla_decode_kernel,
             planned.grid(end - first),
-            *(partials or into),
-            q.view(torch.uint8) if q.element_size() == 1 else q,
-            *tensors,
-            call.sink,
-            call.kv_scale,
-            positions,
-            table,
-            call.scale * LOG2_E.value,
-            fused.q_norm_eps,
-            split.splits,
-            split.min_blocks,
-            first,
-            tokens,
-            into.padded_tokens(),
-            into.strides(),
-            into.lse_stride(),
-            q.stride(),
-            *((*cache.stride(), 0, 0)[:3] for cache in pages),  # pages of bytes have two dims, pages of rows three
-            *(keys.indices.stride() for keys in call.caches),
-            *len_strides,
-            0 if call.sink is None else call.sink.stride(0),
-            position_stride,
-            table_strides,
-            max_pos,
-            *problem.widths,
-            *capacities,
-            H=heads,
-            D=head_dim,
-            FORMAT=call.cache_format,
-            WINDOW_PAGE=call.window.block_size,
-            EXTRA_PAGE=call.extra.block_size,
-            DTYPE=DTYPES[problem.dtype],
-            ROUND=DTYPES[output_dtype(q)],
-            BLOCK_H=tiles.block_h,
-            BLOCK_N=tiles.block_n,
-            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-            KEYS_FIRST=tiles.keys_first,
-            PREFETCH=tiles.prefetch,
-            PDL=pdl,
+            *decode_arguments(call, partials or into, pages, problem.widths, strides, counts, call.kv_scale),
+            SHAPE=shape,
             EPILOGUE=fused.epilogue(split=partials is not None),
             num_warps=tiles.warps,
             # A contracted multiply and add rounds once where the separate ops round twice.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import itertools
 import math
 import sys
@@ -138,6 +139,8 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, enable_fp_fusion: bool = True, launch_pdl: bool = False, **constants: Any) -> None:
             Kernel.grid = grid
+            if "num_warps" not in inspect.signature(self.function).parameters:
+                constants.pop("num_warps", None)
             for Kernel.program in itertools.product(*map(range, grid)):
                 self.function(*map(argument, args), **constants)
 

@@ -59,5 +59,5 @@ def test_an_op_stands_in_no_list_that_must_be_edited_for_it() -> None:
 def test_report_names_every_count() -> None:
     kinds = {line.split()[0] for line in counts.report(counts.ROOT)}
     assert kinds >= {"package", "tests", "README", "parameters", "op"}
-    assert all(count > 10 for count in counts.decode_parameters(counts.ROOT).values())
+    assert all(10 < count <= 26 for count in counts.decode_parameters(counts.ROOT).values())
     assert len(counts.decode_parameters(counts.ROOT)) == 5

@@ -21,7 +21,7 @@ from tests.ops.attention.sparse_mla_calls import EPS, call, positional
 from tests.support.bounds import checked
 
 interpreted = pytest.mark.interpreted
-OUTPUTS = ("p_out", "p_lse", "p_partial", "p_partial_lse", "p_scale", "p_values")
+OUTPUTS = ("outputs[0]", "outputs[1]", "outputs[2]", "p_out", "p_lse", "p_scale", "p_values")
 BF16: dict[str, Any] = {"fmt": "fp8_ds_mla", "dim": 512, "rope_dim": 64, "dtype": torch.bfloat16}
 TILES = [Tiles(16, 16, 4), Tiles(16, 32, 4, keys_first=True, prefetch=True)]
 EIGHT = Tiles(8, 16, 4, keys_first=True, prefetch=True)

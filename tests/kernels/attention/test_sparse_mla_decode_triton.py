@@ -25,7 +25,7 @@ from tests.support.bounds import checked
 
 interpreted = pytest.mark.interpreted
 INF, NAN = math.inf, math.nan
-OUTPUTS = ("p_out", "p_lse", "p_partial", "p_partial_lse")
+OUTPUTS = ("outputs[0]", "outputs[1]", "p_out", "p_lse")
 BF16: dict[str, Any] = {"dim": 512, "dtype": torch.bfloat16}
 TILES = [Tiles(16, 16, 4), Tiles(16, 32, 4, prefetch=True), Tiles(16, 16, 4, keys_first=True, prefetch=True)]
 FEW_KEYS = "attention_few_keys"
