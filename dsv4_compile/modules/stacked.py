@@ -50,7 +50,8 @@ def project(x: Tensor, projections: Sequence[Projection], stacked: nn.ModuleList
     stacks: list[Any] = list(stacked)
     held = [layer for stack in stacks for layer in stack.parts]
     wanted = [layer for projection in projections for layer in projection.parts]
-    if len(held) == len(wanted) and all(a is b for a, b in zip(held, wanted, strict=True)):
+    # Lists, not generators: Dynamo traces the frame of a generator again for each element.
+    if len(held) == len(wanted) and False not in [a is b for a, b in zip(held, wanted, strict=True)]:
         if len(stacks) == 2:
             fused = stacks[0].fused_with(stacks[1], x)
             if fused is not None:
@@ -95,7 +96,7 @@ class Stack(nn.Module):
     @property
     def parts(self) -> tuple[AnyLinear, ...]:
         """All linears, in the order of their rows."""
-        return tuple(layer for projection in self.projections for layer in projection.parts)
+        return tuple([layer for projection in self.projections for layer in projection.parts])
 
     def arrange(self, known: Sequence[Tensor] = ()) -> None:
         """Make the weights rows of one matrix, in place, unless they are already or cannot be."""

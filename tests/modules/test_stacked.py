@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from dsv4_compile._compat import symbolic_convert
 from dsv4_compile.config import DeepseekV4Config
 from dsv4_compile.modules import DeepseekV4Attention, stacked
 from dsv4_compile.modules.linear import Fp8Linear, Linear
@@ -312,6 +313,24 @@ def test_a_replaced_linear_is_used(compiled: bool) -> None:
 
 
 @torch.no_grad()
+def test_a_trace_enters_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo enters a generator once for each element: a frame to build, for linears that a trace compares."""
+    frames: list[str] = []
+    translator = symbolic_convert.InstructionTranslatorBase
+    run = translator.run
+
+    def noted(self: Any) -> None:
+        frames.append(self.f_code.co_name)
+        run(self)
+
+    monkeypatch.setattr(translator, "run", noted)
+    parts = [Linear(8, 4, dtype=torch.float32) for _ in range(3)]
+    projections = [Projection((parts[0], parts[1])), Projection((parts[2],))]
+    stacked_parts = stacks(projections)
+    torch.compile(stacked.project, backend="eager", fullgraph=True)(torch.randn(2, 4), projections, stacked_parts)
+    assert "parts" in frames and "<genexpr>" not in frames, frames
+
+
 def test_a_weight_is_replaced_while_something_else_compiles() -> None:
     """torch says of all threads that they compile, while one does."""
     layer, equal = random_layer(SMALL, "hca", dtype=torch.float32), list[bool]()
