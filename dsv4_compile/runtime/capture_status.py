@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import json
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ import torch
 
 _INVALIDATED = 2
 """CU_STREAM_CAPTURE_STATUS_INVALIDATED of the CUDA driver; torch tells no more than that a stream is being captured."""
+_TRACE = "torch.__trace"
+"""Logger of torch's structured log."""
 _lock = threading.Lock()
 
 
@@ -67,6 +71,22 @@ def without_collections() -> Iterator[None]:
                 gc.enable()
 
 
+class _RecompileReasons(logging.Handler):
+    """Reads from torch's structured log which guard failed before the first compilation."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.first = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the reason, if it is one and the first."""
+        artifact = getattr(record, "metadata", {}).get("artifact") or {}
+        if not self.first and artifact.get("name") == "recompile_reasons":
+            payload = str(getattr(record, "payload", ""))
+            reasons = json.loads(payload) if payload.startswith("[") else [payload]
+            self.first = " ".join(str(reasons[0]).split())
+
+
 class HostEvents:
     """Events on the host inside a block, for the error of a capture: `with HostEvents() as events:`.
 
@@ -78,13 +98,16 @@ class HostEvents:
         self.last = ""
         self._collections = 0
         self._graphs = _compiled_graphs()
+        self._reasons = _RecompileReasons()
 
     def __enter__(self) -> HostEvents:
         gc.callbacks.append(self._collected)
+        logging.getLogger(_TRACE).addHandler(self._reasons)
         return self
 
     def __exit__(self, *failure: Any) -> None:
         gc.callbacks.remove(self._collected)
+        logging.getLogger(_TRACE).removeHandler(self._reasons)
 
     def _collected(self, phase: str, info: Any) -> None:
         self._collections += phase == "stop"
@@ -95,6 +118,8 @@ class HostEvents:
             texts.append("garbage was collected during the capture")
         if compiled := max(0, _compiled_graphs() - self._graphs):
             texts.append(f"{compiled} graphs were compiled during the capture")
+            if self._reasons.first:
+                texts.append(f"torch compiled again because this did not hold: {self._reasons.first}")
         return "; ".join(texts)
 
 

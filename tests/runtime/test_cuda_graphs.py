@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import itertools
 import warnings
 import weakref
@@ -321,6 +322,25 @@ def test_the_error_of_a_capture_names_collections_and_compilations(
         pool.capture(lambda: fail("E422", got="else"), "a step")
     assert "garbage" not in str(caught.value)
     assert gc.callbacks == before
+
+
+def test_the_error_of_a_capture_names_the_guard_that_failed(
+    cuda: Calls, pool: CudaGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    scale = torch.compile(lambda x, factor: x * factor, backend="eager", dynamic=False)
+    scale(torch.ones(4), 2)
+
+    def step() -> None:
+        scale(torch.ones(4), 3)
+        scale(torch.ones(5), 2)
+        raise RuntimeError(PREVIOUS)
+
+    handlers = list(logging.getLogger("torch.__trace").handlers)
+    with pytest.raises(GraphError, match=r"graphs were compiled.*did not hold: .*factor == 2") as caught:
+        pool.capture(step, "a step")
+    assert "size mismatch" not in caught.value.why  # the first one alone
+    assert logging.getLogger("torch.__trace").handlers == handlers
 
 
 def test_the_driver_says_whether_a_capture_is_invalidated(monkeypatch: pytest.MonkeyPatch) -> None:
