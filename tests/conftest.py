@@ -23,6 +23,7 @@ from dsv4_compile.cpu import native
 from dsv4_compile.testing import poisoned_empty
 from tests.gemm_orders import by_size
 from tests.quick_compiler import COMPILER, quicken_if_imported
+from tests.thorough import LEFT_OUT, left_out, unknown
 
 if not torch.cuda.is_available():
     collect_ignore = ["gpu"]
@@ -77,6 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="other random inputs for every test (default: 0)")
     parser.addoption("--gemms-by-size", action="store_true", help="see tests/gemm_orders.py")
     parser.addoption("--compile", choices=("changed", "all", "record"), help="see tests/tools/compiled_facts.py")
+    parser.addoption("--thorough", action="store_true", help="without a path, tests of tests/thorough.py too")
     parser.addoption("--steps", type=int, default=500, help="random decode steps of tests/gpu (default: 500)")
 
 
@@ -85,13 +87,17 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     missing = [] if torch.cuda.is_available() else ["no CUDA device: tests/gpu is not collected"]
     capability = torch.backends.cpu.get_cpu_capability()
     torch_line = f"torch {torch.__version__}, {torch.get_num_threads()} threads, CPU capability {capability}"
-    return [f"{torch_line}, --seed {config.option.seed}", *missing]
+    some = [] if config.option.thorough else ["without the tests of tests/thorough.py: make test-all runs them"]
+    return [f"{torch_line}, --seed {config.option.seed}", *missing, *some]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.compile:
         os.environ["DSV4_COMPILE"] = config.option.compile
     config.stash[COMPILED] = 0
+    # Processes that run tests get this option, and a list of paths.
+    if not hasattr(config, "workerinput") and config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        config.option.thorough = True
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -117,10 +123,30 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{count} kernels were compiled that are not recorded: make kernels records them")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files that take longest: a process that takes one up last is waited for alone."""
+    if not config.option.thorough:
+        leave_out(config, items)
     places = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def name_in_file(item: pytest.Item) -> str:
+    """Return the name of a test in its file, such as "TestSums::test_empty[float32]"."""
+    return item.nodeid.partition("::")[2]
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of tests/thorough.py, all of which must exist."""
+    names: dict[str, list[str]] = {file: [] for file in LEFT_OUT}
+    files = [item.path.relative_to(Path(__file__).parent).as_posix() for item in items]
+    for item, file in zip(items, files, strict=True):
+        names.get(file, []).append(name_in_file(item))
+    if missing := [f"{file}::{name}" for file in LEFT_OUT for name in unknown(file, names[file])]:
+        raise pytest.UsageError(f"tests/thorough.py names {len(missing)} tests that do not exist: {missing[:9]}")
+    out = {f"tests/{file}::{name}" for file in LEFT_OUT for name in left_out(file, names[file])}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
+    items[:] = [item for item in items if item.nodeid not in out]
 
 
 @pytest.hookimpl(optionalhook=True)

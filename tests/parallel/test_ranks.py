@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.parallel import checks, draft_checks, serving_checks, v41_checks
-from tests.parallel.processes import Outcomes, run_on_ranks
+from tests.parallel.processes import Check, Outcomes, run_on_ranks
 
 EVERYWHERE = (
     checks.prefill_and_decode_are_those_of_one_process,
@@ -56,14 +58,20 @@ ON_FOUR = (
 )
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_on_ranks(2, ON_TWO, tmp_path_factory.mktemp("two"))
+def asked_for(request: pytest.FixtureRequest, test: str, checks: Sequence[Check]) -> list[Check]:
+    """Return those of `checks` for which this run has a test."""
+    names = {item.name for item in request.session.items}
+    return [check for check in checks if f"{test}[{check.__name__}]" in names]
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_on_ranks(4, ON_FOUR, tmp_path_factory.mktemp("four"))
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_on_ranks(2, asked_for(request, "test_on_two_ranks", ON_TWO), tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_on_ranks(4, asked_for(request, "test_on_four_ranks", ON_FOUR), tmp_path_factory.mktemp("four"))
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in ON_TWO])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import logging
 import itertools
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
