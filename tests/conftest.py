@@ -137,7 +137,7 @@ def name_in_file(item: pytest.Item) -> str:
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of tests/thorough.py, all of which must exist."""
+    """Deselect the tests of tests/thorough.py, and refuse names without a test."""
     names: dict[str, list[str]] = {file: [] for file in LEFT_OUT}
     files = [item.path.relative_to(Path(__file__).parent).as_posix() for item in items]
     for item, file in zip(items, files, strict=True):
@@ -222,14 +222,31 @@ def gemms_by_size() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    """Forget compiled code after each test, so that no test uses up the recompile limit of a later one."""
-    yield
+def reset_compiler() -> None:
+    """Forget compiled code."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     if COMPILER in sys.modules:
         freeze_compiler()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forget compiled code after each test, so that no test uses up the recompile limit of a later one.
+
+    Tests of a file with SHARES_GRAPHS use what the first one compiled.
+    """
+    yield
+    if not getattr(request.module, "SHARES_GRAPHS", False):
+        reset_compiler()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_compiler_after_file(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forget compiled code after a file with SHARES_GRAPHS."""
+    yield
+    if getattr(request.module, "SHARES_GRAPHS", False):
+        reset_compiler()
 
 
 @pytest.fixture

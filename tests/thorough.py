@@ -1,4 +1,4 @@
-"""Tests that `make test` leaves out and `make test-all` runs: whole models, and more settings of what others check.
+"""Tests that `make test` leaves out and `make test-all` runs: whole models, and further settings.
 
 They take half of the time and find little that no other test does: each has a sibling with a smaller model, with fewer
 settings, or without compiled code. `pytest` with a path leaves out nothing.

@@ -1,4 +1,4 @@
-"""Tests of tests/thorough.py: what a run of all tests leaves out, and that a run of a file leaves out nothing."""
+"""Tests of tests/thorough.py: a run of all tests leaves out those of the table, a run of a file leaves out none."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from dsv4_compile.models.v41.layer_kinds import set_kinds
 from dsv4_compile.models.v41.tiny import tiny_model
 from dsv4_compile.runtime.layer_programs import build
 
+SHARES_GRAPHS = True
 LAYERS: dict[str, Any] = {
     "num_layers": 12,
     "compress_ratios": (0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1),
@@ -98,18 +99,22 @@ def test_numbers_of_modules_are_constants(compiled: Compiled) -> None:
         assert not any(isinstance(value, (float, torch.SymFloat)) for value in inputs)
 
 
-def test_a_weight_that_was_replaced_is_read_and_one_of_a_different_shape_refused() -> None:
-    model = tiny_model(**LAYERS)
-    steps = compile(model, max_batch_size=2, max_seq_len=64, backend=Apart(), cache_format=V41Format.plain())
-    layer: Any = model.layers[9]
-    layer.ffn.gate.weight = torch.nn.Parameter(torch.randn_like(layer.ffn.gate.weight), requires_grad=False)
-    options: dict[str, Any] = {"max_new_tokens": 4}
-    got = generate(model, [[1, 2, 3]], **options, forward=steps)
-    caches = model.new_caches(max_batch_size=2, max_seq_len=64, cache_format=V41Format.plain())
-    assert got == generate(model, [[1, 2, 3]], **options, caches=caches)
-    layer.ffn.gate.weight = torch.nn.Parameter(layer.ffn.gate.weight.double(), requires_grad=False)
-    with pytest.raises(InputError, match="layer 9"):
-        generate(model, [[1, 2, 3]], **options, forward=steps)
+def test_a_weight_that_was_replaced_is_read_and_one_of_a_different_shape_refused(
+    model: V41Model, compiled: Compiled
+) -> None:
+    gate: Any = model.layers[9].ffn.gate
+    before, options = gate.weight, {"max_new_tokens": 4}
+    plain = generate(model, [[1, 2, 3]], **options, forward=compiled.steps)
+    try:
+        gate.weight = torch.nn.Parameter(torch.randn_like(before), requires_grad=False)
+        got = generate(model, [[1, 2, 3]], **options, forward=compiled.steps)
+        caches = model.new_caches(max_batch_size=2, max_seq_len=64, cache_format=V41Format.plain())
+        assert got == generate(model, [[1, 2, 3]], **options, caches=caches) != plain
+        gate.weight = torch.nn.Parameter(before.double(), requires_grad=False)
+        with pytest.raises(InputError, match="layer 9"):
+            generate(model, [[1, 2, 3]], **options, forward=compiled.steps)
+    finally:
+        gate.weight = before
 
 
 def test_a_hook_of_a_layer_that_was_not_traced_is_refused(model: V41Model, compiled: Compiled) -> None:
