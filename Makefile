@@ -57,14 +57,14 @@ demo: install  ## a small DeepSeek-V4 from transformers, compiled and compared w
 # Inductor compiles a program for each kind of vector instructions that the CPU names, unless it is told that g++ can.
 # With more than one thread each process that compiles starts two more, which would build Triton's kernels for a GPU.
 ISA = $(shell echo 'int main() {}' | $${CXX:-g++} -x c++ -march=native -fsyntax-only - 2> /dev/null && echo TORCHINDUCTOR_VEC_ISA_OK=1)
-test: install  ## style, types and tests: eight minutes on two cores
+test: install  ## style, types and tests: twenty minutes on two cores
 	@mkdir -p build
 	$(MAKE) --no-print-directory lint > build/lint.log 2>&1 & lint=$$!; \
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 SYMPY_CACHE_SIZE=100000 TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 TORCHINDUCTOR_COMPILE_THREADS=1 $(ISA) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); \
 	tested=$$?; wait $$lint && echo "lint: nothing found" || { cat build/lint.log; exit 1; }; exit $$tested
 
 .PHONY: test-all
-test-all: install  ## `make test` with the tests of tests/thorough.py, whole models and more settings: half an hour
+test-all: install  ## `make test` with the tests of tests/thorough.py, whole models and more settings: 35 minutes
 	$(MAKE) --no-print-directory test ARGS="--thorough $(ARGS)"
 
 .PHONY: test-isa

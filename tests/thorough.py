@@ -37,7 +37,10 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "test_a_graph_with_a_backward_is_compiled_whole",
         "test_hyper_connections_of_neighbouring_layers_stay_together",
     ),
-    "backend/test_warm_start.py": ("test_a_second_process_loads_a_graph_in_regions_and_another_model_its_kinds",),
+    "backend/test_warm_start.py": (
+        "test_a_second_process_loads_a_graph_in_regions_and_another_model_its_kinds",
+        "test_a_second_process_runs_the_cached_graph",
+    ),
     "bench/test_bench.py": ("test_every_op_of_the_scenario_agrees_with_itself_and_compiles",),
     "bench/test_compile_time.py": ("test_compile_times_are_of_a_prompt_and_of_steps",),
     "bench/test_decode_step.py": (
@@ -49,7 +52,10 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "docs/test_adding_an_op.py": ("test_op_of_the_page_passes_its_tests_and_those_of_all_ops",),
     "hf/test_batch_invariant.py": ("test_a_running_batch_gives_each_request_the_logits_that_it_gets_alone",),
     "hf/test_call_checks.py": ("TestWeights::test_replaced_weights_take_effect[compiled]",),
-    "hf/test_compiled.py": ("test_each_prompt_alone_decodes_the_same_tokens",),
+    "hf/test_compiled.py": (
+        "test_each_prompt_alone_decodes_the_same_tokens",
+        "test_nothing_recompiles_over_random_batches",
+    ),
     "hf/test_compiled_model.py": (
         "test_a_process_that_compiled_nothing_saves_nothing",
         "test_a_process_with_empty_caches_compiles_nothing",
@@ -84,12 +90,16 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "test_what_a_forward_of_the_caller_reads_is_compared[ByDepth]",
         "test_what_a_forward_of_the_caller_reads_is_compared[ByTable]",
     ),
+    "hf/test_layers.py": ("test_a_compiled_model_has_a_boundary_between_sub_layers",),
     "hf/test_misuses.py": (
         "test_misuses_of_constructors_buffers_and_runners_are_errors[slots huge]",
         "test_stop_tokens_of_any_library_stop[greedy]",
     ),
     "hf/test_redundant_guards.py": (
         "test_a_captured_weight_that_moved_is_followed",
+        "test_no_road_guards_layers[inside_a_function-False]",
+        "test_no_road_guards_layers[with_a_filter-False]",
+        "test_no_road_guards_layers[wrapper-True]",
         "test_one_kind_of_call_more_than_torch_keeps_graphs_for[True]",
     ),
     "hf/test_running_batch.py": (
@@ -97,6 +107,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "test_a_weight_of_a_repeated_layer_that_changes_between_steps",
         "test_steps_trace_one_layer_of_each_kind",
     ),
+    "hf/test_running_batch_storm.py": ("test_good_requests_get_the_tokens_that_they_get_alone",),
     "hf/test_saving_quantised.py": (
         "test_scales_in_float32_are_saved",
         "test_transformers_and_load_read_what_is_saved_of_a_loaded_model[e4m3 experts, floating wo_a]",
@@ -115,6 +126,11 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     ),
     "hf/test_warm_up.py": ("test_without_captures_warm_up_compiles_what_generate_uses",),
     "hf/test_wrapped_calls.py": ("test_autocast_is_named_where_the_call_is_compiled[False]",),
+    "lowering/test_traced.py": (
+        "test_a_compiled_hyper_connection_is_few_loops_and_equals_eager[mhc_boundary-2]",
+        "test_a_compiled_hyper_connection_is_few_loops_and_equals_eager[mhc_head-2]",
+    ),
+    "models/v41/test_captured.py": ("test_generated_tokens_are_those_of_the_model",),
     "models/v41/test_compiled.py": (
         "test_a_compiled_tail_of_a_prompt_is_the_eager_one",
         "test_one_graph_runs_prompts_and_decode_steps[None]",
@@ -124,26 +140,34 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "test_backend_dsv4_compiles_the_step",
         "test_no_op_of_a_step_needs_the_host[False]",
     ),
+    "models/v41/test_running.py": (
+        "test_many_requests_through_few_slots_get_the_tokens_that_each_gets_alone[off-eager]",
+    ),
     "modules/test_attention_layer.py": (
         "test_real_dimensions[csa-flash]",
         "test_real_dimensions[csa-pro]",
     ),
     "package/test_examples.py": (
+        "test_example_runs[01_compile_attention]",
         "test_example_runs[02_huggingface_generate]",
         "test_example_runs[04_decode_with_cuda_graphs]",
         "test_example_runs[06_tensor_parallel]",
         "test_example_runs[07_running_batch]",
+        "test_example_runs[09_drafts]",
     ),
     "package/test_prove.py": (
         "test_a_hang_and_a_fault_take_no_other_file_with_them",
         "test_what_finds_no_memory_beside_others_runs_once_more_alone",
     ),
     "parallel/test_ranks.py": (
+        "test_on_four_ranks[a_batch_invariant_sum_is_in_the_order_of_the_ranks]",
         "test_on_four_ranks[results_are_the_same_bits_on_all_ranks]",
         "test_on_four_ranks[rows_of_experts_give_the_same]",
         "test_on_four_ranks[v41_a_rank_reads_its_part_of_a_folder]",
         "test_on_four_ranks[v41_gives_what_one_process_gives]",
+        "test_on_two_ranks[an_op_that_differs_on_a_rank_is_found_beside_parts]",
         "test_on_two_ranks[compiled_graphs_neither_break_nor_recompile]",
+        "test_on_two_ranks[ranks_whose_drafts_differ_are_told_so]",
         "test_on_two_ranks[requests_with_drafts_get_their_text_on_all_ranks]",
         "test_on_two_ranks[samples_with_drafts_are_those_of_the_seed_of_rank_0]",
         "test_on_two_ranks[v41_captures_a_step_with_its_collectives]",
