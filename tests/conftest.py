@@ -95,8 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.compile:
         os.environ["DSV4_COMPILE"] = config.option.compile
     config.stash[COMPILED] = 0
-    # Processes that run tests get this option, and a list of paths.
-    if not hasattr(config, "workerinput") and config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         config.option.thorough = True
 
 

@@ -26,14 +26,22 @@ def test_a_name_without_a_test_is_reported() -> None:
     assert unknown("a/test_a.py", [], TABLE) == list(TABLE["a/test_a.py"])
 
 
+def pytest_of(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("paths", [[], ["tests/tools/test_counts.py"]], ids=["all tests", "a file"])
 def test_a_run_with_a_path_leaves_out_nothing(paths: list[str]) -> None:
-    """Only files without heavy imports are collected: `testpaths` is that of a run without paths."""
-    collect = ["--collect-only", "-q", "-o", "testpaths=tests/tools/test_counts.py", *paths]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *collect]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    """Only a file without heavy imports is collected: `testpaths` is that of a run without paths."""
+    done = pytest_of("--collect-only", "-o", "testpaths=tests/tools/test_counts.py", *paths)
     if paths:
         assert done.returncode == 0 and "test_report_names_every_count" in done.stdout
     else:
         [error] = [line for line in (done.stdout + done.stderr).splitlines() if "tests that do not exist" in line]
         assert f"{next(iter(LEFT_OUT))}::" in error and "test_counts.py" not in error
+
+
+def test_processes_that_share_a_run_leave_out_nothing_either() -> None:
+    done = pytest_of("-n", "1", "tests/tools/test_counts.py", "-k", "an_op_are_counted")
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
