@@ -1,7 +1,7 @@
 """Tests that `make test` leaves out and `make test-all` runs: whole models, and further settings.
 
-They take nearly half of the time and find little that no other test does: each has a sibling with a smaller model, with
-fewer settings, or without compiled code. `pytest` with a path leaves out nothing.
+They take more than a third of the time and find little that no other test does: each has a sibling with a smaller
+model, with fewer settings, or without compiled code. `pytest` with a path leaves out nothing.
 """
 
 from __future__ import annotations

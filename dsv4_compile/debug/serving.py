@@ -9,7 +9,6 @@ it an error before it begins.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import threading
@@ -27,12 +26,11 @@ from ..runtime import early_builds
 from ..runtime.captures import Call, Capture
 from ..runtime.cuda_graphs import CudaGraphs
 from ..runtime.standin import StandInGraphs
+from ..runtime.structured_log import TRACE, failed_guards
 from .places import Place, function_name
 from .recompiles import explain_guard, split_reason
 
 _EARLY = "built during the compilation of its graph"
-TRACE = "torch.__trace"
-"""Logger of torch's structured log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +170,7 @@ def _cause(payload: str) -> str:
     """Return cause and fix of the first guard of torch's list that failed."""
     from .._compat import variables_of_traced_frame
 
-    reasons = json.loads(payload) if payload.startswith("[") else [payload]
-    _, guard = split_reason(str(reasons[0]))
+    _, guard = split_reason(failed_guards(payload)[0])
     failed = explain_guard(guard, variables_of_traced_frame())
     values = f", {failed.expected} before, now {failed.actual}" if failed.expected and failed.actual else ""
     return f"{failed.cause}{values}; {failed.fix}"

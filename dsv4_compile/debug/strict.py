@@ -18,8 +18,9 @@ import torch
 
 from ..errors import fail, is_installed
 from ..kernels.host.build_hooks import describe_any_kernel
+from ..runtime.structured_log import TRACE
 from ..runtime.warmup import ask_for_strict, is_late
-from .serving import TRACE, CompileTrace
+from .serving import CompileTrace
 
 _running: ContextVar[bool] = ContextVar("dsv4_strict", default=False)
 _UNKNOWN = ("a function", "it had not run in warm-up")

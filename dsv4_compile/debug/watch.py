@@ -6,7 +6,6 @@ before a graph has begun and those that end a whole function. A handler is attac
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
@@ -19,6 +18,7 @@ from torch.fx import GraphModule
 
 from .. import progress
 from ..runtime.repeated_layers import write_out, writes_out
+from ..runtime.structured_log import TRACE, failed_guards
 from ..selection import decisions
 from . import graphs
 from .breaks import RawBreak, parse_break
@@ -28,7 +28,6 @@ from .rows import CacheCopy, CacheHazard, Graph, Kernel, MissedReinplace, OpDeci
 
 Backend = Callable[..., Any]
 
-_TRACE = "torch.__trace"
 _GRAPH_BREAKS = "torch._dynamo.convert_frame.__graph_breaks"
 _CONVERT_FRAME = "torch._dynamo.convert_frame"
 _SILENCED = {
@@ -193,7 +192,7 @@ def _inductor(
 def _listen() -> Iterator[Events]:
     """Collect what torch logs inside the block; restore its logging afterwards."""
     events = Events()
-    trace, converter = logging.getLogger(_TRACE), logging.getLogger(_CONVERT_FRAME)
+    trace, converter = logging.getLogger(TRACE), logging.getLogger(_CONVERT_FRAME)
     handler, limit = _Handler(events), _LimitFilter(events)
     with ExitStack() as stack:
         # torch reports to the trace that a whole function is skipped only while this log is on.
@@ -256,8 +255,7 @@ class _Handler(logging.Handler):
     def _recompile(self, compile_id: str, payload: str) -> None:
         from .._compat import variables_of_traced_frame
 
-        reasons = json.loads(payload) if payload.startswith("[") else [payload]
-        for reason in reasons:
+        for reason in failed_guards(payload):
             before, guard = split_reason(reason)
             if before in self.events.started:
                 failed = explain_guard(guard, variables_of_traced_frame())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import json
 import logging
 import sys
 import threading
@@ -18,10 +17,10 @@ from typing import Any
 
 import torch
 
+from .structured_log import TRACE, failed_guards
+
 _INVALIDATED = 2
 """CU_STREAM_CAPTURE_STATUS_INVALIDATED of the CUDA driver; torch tells no more than that a stream is being captured."""
-_TRACE = "torch.__trace"
-"""Logger of torch's structured log."""
 _lock = threading.Lock()
 
 
@@ -82,9 +81,7 @@ class _RecompileReasons(logging.Handler):
         """Keep the reason, if it is one and the first."""
         artifact = getattr(record, "metadata", {}).get("artifact") or {}
         if not self.first and artifact.get("name") == "recompile_reasons":
-            payload = str(getattr(record, "payload", ""))
-            reasons = json.loads(payload) if payload.startswith("[") else [payload]
-            self.first = " ".join(str(reasons[0]).split())
+            self.first = " ".join(failed_guards(str(getattr(record, "payload", "")))[0].split())
 
 
 class HostEvents:
@@ -102,12 +99,12 @@ class HostEvents:
 
     def __enter__(self) -> HostEvents:
         gc.callbacks.append(self._collected)
-        logging.getLogger(_TRACE).addHandler(self._reasons)
+        logging.getLogger(TRACE).addHandler(self._reasons)
         return self
 
     def __exit__(self, *failure: Any) -> None:
         gc.callbacks.remove(self._collected)
-        logging.getLogger(_TRACE).removeHandler(self._reasons)
+        logging.getLogger(TRACE).removeHandler(self._reasons)
 
     def _collected(self, phase: str, info: Any) -> None:
         self._collections += phase == "stop"

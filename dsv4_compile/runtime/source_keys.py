@@ -1,8 +1,8 @@
 """Hashes of torch's and Triton's sources, which begin the keys of torch's caches, for a later process.
 
 torch reads every source file of both before it looks into its caches, also in a start that compiles nothing. `recorded`
-returns the hashes with sizes and times of change of the files, and a process whose files have the same ones takes the
-hashes from there. Python trusts its compiled modules by the same two facts.
+returns the hashes with sizes and times of change of the files; a process takes the hashes from there if its files have
+the same ones. Python trusts its compiled modules by the same two facts.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ from torch import Tensor
 
 import dsv4_compile
 from dsv4_compile.debug import explain, strict
-from dsv4_compile.debug.serving import TRACE
 from dsv4_compile.errors import DSV4Warning, GraphError
 from dsv4_compile.metadata import MetadataBuffers
 from dsv4_compile.options import Options
 from dsv4_compile.runtime import DecodeRunner, counting, warming_up
 from dsv4_compile.runtime.compiled import CapturedGraph, Policy
 from dsv4_compile.runtime.standin import StandInGraphs
+from dsv4_compile.runtime.structured_log import TRACE
 from dsv4_compile.runtime.warmup import ask_for_strict, begin_anew, is_late, suspended
 
 OPTIONS: Any = {"dsv4.strict": "after_warmup"}

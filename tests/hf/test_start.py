@@ -14,7 +14,7 @@ import torch
 
 from dsv4_compile import _compat, cli, hf, progress
 from dsv4_compile.debug import strict
-from dsv4_compile.debug.serving import TRACE, LateWork
+from dsv4_compile.debug.serving import LateWork
 from dsv4_compile.errors import DSV4Error
 from dsv4_compile.hf import start
 from dsv4_compile.hf.loading import load as load_module
@@ -22,6 +22,7 @@ from dsv4_compile.hf.model.warm_up import compile_and_warm_up, count_compilation
 from dsv4_compile.hf.tiny import tiny_drafts, tiny_model
 from dsv4_compile.runtime import counting, start_times
 from dsv4_compile.runtime.start_times import spent, start_line
+from dsv4_compile.runtime.structured_log import TRACE
 
 SIZES: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "device": "cpu"}
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}

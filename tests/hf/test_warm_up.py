@@ -14,9 +14,9 @@ import torch
 from dsv4_compile import hf, progress
 from dsv4_compile._compat import counters
 from dsv4_compile.debug import strict
-from dsv4_compile.debug.serving import TRACE
 from dsv4_compile.hf.tiny import tiny_model
 from dsv4_compile.runtime import counting
+from dsv4_compile.runtime.structured_log import TRACE
 from dsv4_compile.runtime.warmup import is_late
 from tests.hf.small import LAYERS, close, logits, random_ids
 

@@ -324,13 +324,14 @@ def test_a_trace_enters_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
         run(self)
 
     monkeypatch.setattr(translator, "run", noted)
-    parts = [Linear(8, 4, dtype=torch.float32) for _ in range(3)]
-    projections = [Projection((parts[0], parts[1])), Projection((parts[2],))]
+    linears = [Linear(8, 4, dtype=torch.float32) for _ in range(3)]
+    projections = [Projection((linears[0], linears[1])), Projection((linears[2],))]
     stacked_parts = stacks(projections)
     torch.compile(stacked.project, backend="eager", fullgraph=True)(torch.randn(2, 4), projections, stacked_parts)
     assert "parts" in frames and "<genexpr>" not in frames, frames
 
 
+@torch.no_grad()
 def test_a_weight_is_replaced_while_something_else_compiles() -> None:
     """torch says of all threads that they compile, while one does."""
     layer, equal = random_layer(SMALL, "hca", dtype=torch.float32), list[bool]()

@@ -234,7 +234,7 @@ def _with_tensors(call: Callable[..., Any], tensors: RepeatedTensors) -> Callabl
 
 
 def _with_constants(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call`, whose traces have the numbers of modules as constants, whenever it is compiled.
+    """Return `call` with traces that have the numbers of modules as constants, whenever it is compiled.
 
     Else they are inputs of a graph first, which AOTAutograd traces again with their values, and marked layers read
     inputs that their marks do not name. Graphs also guard inference mode and tensors that were made in it, so calls
@@ -245,8 +245,7 @@ def _with_constants(call: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_inference_mode_enabled() or any(isinstance(x, Tensor) and x.is_inference() for x in inputs):
             with torch.inference_mode(False), torch.no_grad():
                 inputs, options = _compat.pytree.tree_map_only(Tensor, _normal, (inputs, options))
-                with _Constants.block():
-                    return call(*inputs, **options)
+                return run(*inputs, **options)
         with _Constants.block():
             return call(*inputs, **options)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...errors import check
+from ...errors import check, fail
 from ...runtime import layer_programs
 from .attention import Selection
 from .cache import V41Caches
@@ -21,7 +21,6 @@ from .step import Step
 _OF_ONE = ("layer", "source", "first_of_kind", "weight_names", "training")
 """Settings that differ between layers of one kind: they say where a layer finds its caches."""
 _SCALARS = (bool, int, float, str, type(None))
-_SAME_CODE = "it runs the code of a layer without hooks"
 
 
 def weight_names(layer: Layer) -> tuple[str, ...]:
@@ -118,8 +117,9 @@ class RepeatedTensors:
         Raises E208 for one that was replaced by a tensor of a different layout, and for a layer that has hooks now.
         """
         for i, hooks in self._hooks.items():
-            got = f"layer {i} with hooks, which it did not have when the steps were compiled"
-            check(not any(hooks), "E208", got=got, why=_SAME_CODE, fix="call v41.compile again")
+            if any(hooks):
+                got = f"layer {i} with hooks, which it did not have when the steps were compiled"
+                fail("E208", got=got, why="it runs the code of a layer without hooks", fix="call v41.compile again")
         tensors = self._read()
         for i, read in tensors.items():
             if all(new is old for new, old in zip(read, self._known[i], strict=True)):
