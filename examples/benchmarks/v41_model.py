@@ -106,7 +106,9 @@ class Bench:
         return time.perf_counter() - begin
 
     def ids(self, count: int) -> Tensor:
-        return torch.randint(0, self.model.config.vocab_size, (count,), device=self.device)
+        """Return random text: the image token is refused in prompts."""
+        ids = torch.randint(0, self.model.config.vocab_size, (count,), device=self.device)
+        return ids.where(ids != self.model.config.image_token_id, 0)
 
     def largest_caches(self, batches: Sequence[int], context: int, step_tokens: int) -> V41Caches:
         """Return caches for steps of `step_tokens`, for the largest batch that has memory."""

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,3 +167,9 @@ def test_the_page_says_what_the_tail_of_a_prompt_saves() -> None:
         assert f"| {tokens:,} | {share:.0%} |" in page
     assert prompt_flops(config, 2414, "tail") == prompt_flops(config, 2414, "full")
     assert prompt_flops(config, 2415, "tail") < prompt_flops(config, 2415, "full")
+
+
+def test_random_prompts_hold_no_image_token(script: ModuleType) -> None:
+    config = SimpleNamespace(vocab_size=4, image_token_id=2)
+    bench = SimpleNamespace(model=SimpleNamespace(config=config), device=torch.device("cpu"))
+    assert set(script.Bench.ids(bench, 256).tolist()) == {0, 1, 3}
