@@ -2,10 +2,10 @@
 torchrun --nproc-per-node 2 examples/benchmarks/split_prompts.py --layers 43
 
 Random weights in official formats; a rank allocates its part alone. First, a model of a context of 16k is compiled and
-warmed up: ms to the first token on the host of prompts of lengths that nothing has run before, with the kernels' sum,
-and what was built, compiled or captured late. Then decode steps of one request at growing contexts, whose rows are
-zeros, in one CUDA graph that takes a context of 1M. Last, long prompts in an `hf.RunningBatch` of one slot, in chunks
-of 8,192 tokens. A part that fails prints its error and leaves the others running; the exit status is 1 then.
+warmed up: ms to the first token on the host, for prompts of lengths that are new, with the kernels' sum, and work that
+was late: builds, compilations, captures. Then decode steps of one request at growing contexts of zeroed rows, in one
+CUDA graph for a context of 1M. Last, long prompts in an `hf.RunningBatch` of one slot, in chunks of 8,192 tokens.
+A part that fails prints its error and leaves the others running; the exit status is 1 then.
 """
 
 from __future__ import annotations
