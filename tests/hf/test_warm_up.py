@@ -114,6 +114,26 @@ def test_without_captures_warm_up_compiles_what_generate_uses() -> None:
         logits(model, random_ids(2, 30))
 
 
+@torch.no_grad()
+def test_calls_that_leave_defaults_out_run_the_graphs_of_generate() -> None:
+    original, model = tiny_model(**ONE_LAYER), compiled({"dsv4.impl": "eager"})
+    hf.warm_up(model)
+    graphs = counters["stats"]["unique_graphs"]
+    cache, one, two = hf.new_cache(model), random_ids(1, 9), random_ids(2, 7)
+    model(one, logits_to_keep=1)
+    model(one, torch.ones_like(one).bool(), logits_to_keep=1, use_cache=True)
+    model(two, attention_mask=torch.ones_like(two).int(), logits_to_keep=1, position_ids=None)
+    step = model(one, past_key_values=cache, logits_to_keep=1)
+    again = model(one[:, :1], past_key_values=step.past_key_values, logits_to_keep=1)
+    without = model(two, use_cache=False, logits_to_keep=1)
+    pair = model(two, use_cache=False, logits_to_keep=1, return_dict=None)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert without.past_key_values is None and pair.past_key_values is None and again.past_key_values is not None
+    wanted = original(torch.cat((one, one[:, :1]), 1), logits_to_keep=1).logits
+    close(again.logits, wanted)
+    close(without.logits, original(two, logits_to_keep=1).logits)
+
+
 @pytest.mark.parametrize("kind", ["original", "uncompiled"])
 def test_a_model_that_is_not_compiled_is_refused(kind: str) -> None:
     model = tiny_model(**ONE_LAYER)

@@ -68,6 +68,26 @@ def _arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     return {name: bound[name] for name in bound if name not in ("self", "kwargs")} | bound.get("kwargs", {})
 
 
+def as_generate_passes(module: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call in the order, and with the values, that `generate` passes.
+
+    Dynamo guards names, order and types of arguments, so calls that leave defaults out share the graphs of `generate`.
+    """
+    if "logits_to_keep" not in _signature(module.__class__)[1]:
+        return arguments  # the decoder stack, which `generate` does not call
+    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+    passed = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids, dtype=torch.int64) if mask is None else mask.long(),
+        "use_cache": True,  # `Entry.finish` leaves the cache out of the result
+        "logits_to_keep": arguments.get("logits_to_keep", 0),
+        "return_dict": arguments.get("return_dict"),
+    }
+    if passed["return_dict"] is None:
+        passed["return_dict"] = module.config.return_dict
+    return passed | {name: value for name, value in arguments.items() if name not in passed and value is not None}
+
+
 class Entry:
     """A forward between its checks and its result; it holds the cache for this thread until `release`.
 
@@ -83,6 +103,7 @@ class Entry:
 
     def __init__(self, arguments: dict[str, Any], held: Any = None, handle: Any = None, model: Any = None) -> None:
         self.arguments, self.held, self.handle, self.model = arguments, held, handle, model
+        self.use_cache = arguments.get("use_cache")
         self.in_step = None if model is None else model.dsv4_in_step
         self.compared, self.handed = compared.get(), handed.get()
         if model is not None:
@@ -130,7 +151,7 @@ class Entry:
             self.in_step.finish(result, held)
         if (generation := current()) is not None:
             generation.compare_ahead(self.model, held)
-        returned = None if self.arguments.get("use_cache") is False else self.handle
+        returned = None if self.use_cache is False else self.handle
         return inference_only(with_cache(result, held, returned))
 
 
@@ -196,6 +217,8 @@ def _enter(module: Any, args: Any, kwargs: Any) -> Entry:
     held.interrupted = True  # until `finish`
     arguments[CACHE_NAME] = held
     entry = Entry(arguments, held, handle, model)
+    if not in_buckets and module._compiled_call_impl is not None:
+        entry.arguments = as_generate_passes(module, arguments)
     if in_buckets:
         entry.bucketed = bucketed_call(module, arguments, held)
     return entry
