@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,58 @@ def read_weights(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[R
     return lines, shown
 
 
+def split_prompts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of first tokens of new lengths of a split model."""
+    shown = [row for row in rows["split_prompts"] if row["measured"] == "first token"]
+    lines = [["tokens", "first token, ms", "kernels, ms", "late builds, compilations, captures"]]
+    for row in shown:
+        lines.append(
+            [f"{row['tokens']:,}", f"{row['first_token_ms']:.1f}", f"{row['kernels_ms']:.1f}", str(len(row["late"]))]
+        )
+    return lines, shown
+
+
+def split_long(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of long prompts of a split model."""
+    shown = [row for row in rows["split_prompts"] if row["measured"] == "long prompt"]
+    lines = [["tokens", "chunk", "s", "tokens a second", "memory of a rank, GB"]]
+    for row in shown:
+        rate = f"{row['tokens'] / row['seconds']:,.0f}"
+        lines.append(
+            [f"{row['tokens']:,}", f"{row['chunk']:,}", f"{row['seconds']:.2f}", rate, f"{row['memory_gb']:.0f}"]
+        )
+    return lines, shown
+
+
+def split_decode(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
+    """Return lines and rows of the table of decode steps of a split model at growing contexts."""
+    shown = [row for row in rows["split_prompts"] if row["measured"] == "decode"]
+    lines = [["context", "step, ms", "times the first", "kernels", "indexer, ms", "attention, ms"]]
+    for row in shown:
+        kernels = row["kernels"]
+        parts = [
+            sum(us for name, _, us in kernels if re.search(names, name)) / 1e3
+            for names in ("index|topk|select", "sparse_mla|combine")
+        ]
+        times = f"{row['step_ms'] / shown[0]['step_ms']:.2f}"
+        lines.append(
+            [f"{row['context']:,}", f"{row['step_ms']:.2f}", times, str(row["nodes"]), *(f"{ms:.2f}" for ms in parts)]
+        )
+    return lines, shown
+
+
 _V41_MODEL = "python examples/benchmarks/v41_model.py --unproven --out examples/results"
 _PROMPT_CHUNKS = "python examples/benchmarks/prompt_chunks.py"
+_SPLIT = "torchrun --nproc-per-node 2 examples/benchmarks/split_prompts.py --layers 43"
 _TABLES: Mapping[str, tuple[Render, str, str]] = {
     "v41_layer": (v41.layer, "v41_layer", "python examples/benchmarks/v41_layer.py --out examples/results"),
     "v41_steps": (v41.steps, "v41_model", _V41_MODEL),
     "v41_kernels": (v41.kinds, "v41_model", _V41_MODEL),
     "v41_prompts": (v41.prompts, "v41_model", _V41_MODEL),
     "long_prompts": (indexer.long_prompts, "prompt_chunks", f"{_PROMPT_CHUNKS} --seconds 150"),
+    "split_prompts": (split_prompts, "split_prompts", _SPLIT),
+    "split_long": (split_long, "split_prompts", _SPLIT),
+    "split_decode": (split_decode, "split_prompts", _SPLIT),
     "starts": (starts, "starts", "python examples/benchmarks/starts.py --out examples/results"),
     "new_lengths": (new_lengths, "new_lengths", "python tests/gpu/new_lengths.py --out examples/results"),
     "late_work": (late_work, "new_lengths", "python tests/gpu/new_lengths.py --out examples/results"),
