@@ -1,6 +1,6 @@
 """Sizes that steps are padded to, so that few graphs serve all: pure functions of the capacity.
 
-print(token_buckets(8192))  # (64, 144, 240, 368, 528, 720, ...)
+print(token_buckets(8192))  # (64, 128, 192, 256, 368, 512, ...)
 print({most: chunk_cost(32768, most) for most in (2048, 8192, 32768)})  # {2048: 2.4, 8192: 1.3, 32768: 1.0}
 """
 
@@ -25,6 +25,7 @@ A layer's 6.4e9 weights take 1.0 ms at 0.53 bytes each, and 6 experts 0.31 us a 
 """
 _MULTIPLE = 16
 """Tokens of a bucket are a multiple, so that Triton compiles one variant of a kernel for all of them."""
+_EXACT_TOKENS = 64
 _EXACT_REQUESTS = 8
 
 
@@ -33,13 +34,26 @@ def token_buckets(most: int) -> tuple[int, ...]:
     """Return the token counts that prompts of 1 to `most` tokens are padded to, ascending.
 
     A step of n tokens costs n + RIDGE: reading the weights, and arithmetic. Padding adds at most a quarter to that.
+    Powers of two from 64 on, which chunks and prompts often have, are not padded.
     """
-    sizes, least = [], 1
-    while least <= check_size("most", most):
-        size = (5 * (least + RIDGE) // 4 - RIDGE) // _MULTIPLE * _MULTIPLE
-        sizes.append(min(size, most))
-        least = size + 1
+    sizes, below, end = list[int](), 0, _EXACT_TOKENS
+    while below < check_size("most", most):
+        sizes += _buckets_between(below, min(end, most))
+        below, end = end, 2 * end
     return tuple(sizes)
+
+
+def _buckets_between(below: int, most: int) -> list[int]:
+    """Return the fewest buckets for more than `below` and up to `most` tokens, about equally far apart."""
+    for count in range(1, most - below):
+        ratio = ((most + RIDGE) / (below + RIDGE)) ** (1 / count)
+        inner = [(below + RIDGE) * ratio**number - RIDGE for number in range(1, count)]
+        sizes = [_MULTIPLE * round(size / _MULTIPLE) for size in inner] + [most]
+        if all(
+            4 * (size + RIDGE) <= 5 * (last + 1 + RIDGE) for last, size in zip([below, *sizes], sizes, strict=False)
+        ):
+            return sizes
+    return [most]
 
 
 @functools.cache

@@ -66,7 +66,7 @@ def test_warm_up_has_one_graph_for_all_prompts_and_two_for_decodes(
     assert done.captures >= len(done.prompts) + len(done.batches) and done.capture_bytes > 0
     assert stages["warm up"].done == stages["warm up"].total
     assert all(done.seconds[kind] > 0 for kind in ("trace", "compile", "capture", "run"))
-    for word in ("trace", "capture", "3 graphs", "prompts of 64, 144"):
+    for word in ("trace", "capture", "3 graphs", "prompts of 64, 128"):
         assert word in str(done)
 
 
