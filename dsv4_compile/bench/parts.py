@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .record import Record, now, write_json
+from .record import ROOT, Record, now, write_json
 
 _SOONEST = 0.05
 """Seconds until an alarm, which comes when its block has begun."""
@@ -38,7 +38,7 @@ class Parts:
                 yield
         except Exception as fault:
             self.failed = True
-            text = f"{type(fault).__name__}: {fault}".strip()[:600]
+            text = f"{type(fault).__name__}: {fault}".replace(f"{ROOT}/", "").strip()[:600]
             self._say(f"{name}: {text}")
             self.record["errors"].append({"part": name, "error": text})
             self._write()

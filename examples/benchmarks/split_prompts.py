@@ -31,6 +31,7 @@ from dsv4_compile.hf.model.cache import cache_like
 from dsv4_compile.hf.serving.running_steps import DecodeTokens, with_repeated
 from dsv4_compile.hf.tiny import quiet_libraries
 from dsv4_compile.metadata import MetadataBuffers
+from dsv4_compile.parallel import EXPERT_LAYOUTS
 from dsv4_compile.runtime import mark_static_inputs
 from dsv4_compile.runtime.addresses import named_tensors
 
@@ -44,7 +45,7 @@ class Split:
     def __init__(self, args: argparse.Namespace, mesh: Any, device: torch.device) -> None:
         self.args, self.mesh, self.device = args, mesh, device
         self.model = split_model(configuration(args.layers, args.tiny), "official", mesh, args.experts, device)
-        longest = max(*args.prompts, *args.long, *args.contexts) + 8 * STEPS
+        longest = max([*args.prompts, *args.long, *args.contexts]) + 8 * STEPS
         split = {"mesh": mesh, "expert_layout": args.experts, "collectives": args.collectives}
         hf.convert(self.model, max_batch_size=1, max_seq_len=longest, max_step_tokens=CHUNK, **split)
         say("weights are filled")
@@ -73,11 +74,11 @@ class Split:
             times = []
             with compile_log() as late:
                 for shorter in range(3):
-                    times.append(seconds(lambda n=length - shorter: self.first_token(n, cache), self.device) * 1e3)  # type: ignore[misc]
+                    times.append(seconds(lambda n=length - shorter: self.first_token(n, cache), self.device) * 1e3)
             row: dict[str, Any] = {"measured": "first token", "tokens": length, "first_token_ms": round(min(times), 2)}
             row |= {"slowest_ms": round(max(times), 2), "late": [str(entry) for entry in late], "start_s": started}
             if self.device.type == "cuda":
-                kernels = nodes(lambda n=length: self.first_token(n, cache))  # type: ignore[misc]
+                kernels = nodes(lambda n=length: self.first_token(n, cache))
                 row |= {"kernels_ms": round(sum(kernel.us for kernel in kernels) / 1e3, 2)}
                 row["kernels"] = by_name(kernels)
             parts.add(row)
@@ -126,7 +127,7 @@ class Split:
     def long_prompts(self, parts: Parts) -> None:
         """Time long prompts in chunks."""
         chunk = min(CHUNK, max(self.args.long))
-        backend, rows = None if self.args.eager else "dsv4", []
+        backend = None if self.args.eager else "dsv4"
         with hf.RunningBatch(
             self.model, slots=1, max_seq_len=max(self.args.long) + 256, prefill_chunk=chunk, graphs="off",
             backend=backend,
@@ -138,14 +139,12 @@ class Split:
                 ids = torch.randint(1, self.model.config.vocab_size, (tokens,)).tolist()
                 times = [
                     seconds(lambda i=ids: next(iter(batch.submit(i, max_new_tokens=1))), self.device) for _ in "12"
-                ]  # type: ignore[misc]
+                ]
                 row: dict[str, Any] = {"measured": "long prompt", "tokens": tokens, "chunk": chunk}
                 row |= {"seconds": round(min(times), 3), "first_run_s": round(max(times), 3)}
                 if self.device.type == "cuda":
                     row["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
-                rows.append(row)
-        for row in rows:
-            parts.add(row)
+                parts.add(row)
 
 
 def numbers(text: str) -> list[int]:
@@ -160,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=numbers, default="64,512,2048,8192", help="%(default)s")
     parser.add_argument("--contexts", type=numbers, default="64,16384,131072,1048576", help="%(default)s")
     parser.add_argument("--long", type=numbers, default="32768,131072", help="tokens of long prompts (%(default)s)")
-    parser.add_argument("--experts", default="rows", help="or whole (%(default)s)")
+    parser.add_argument("--experts", choices=EXPERT_LAYOUTS, default="rows", help="%(default)s")
     parser.add_argument("--collectives", default="symmetric", help="or functional (%(default)s)")
     parser.add_argument("--seconds", type=float, default=560.0, help="of the whole run (%(default)s)")
     parser.add_argument("--eager", action="store_true", help="do not compile, to try the command sooner")
@@ -171,6 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     device, mesh = device_and_mesh()
     torch.distributed.all_reduce(torch.zeros(1, device=device))  # NCCL's memory comes first
     command = f"torchrun --nproc-per-node {mesh.size()} examples/benchmarks/split_prompts.py --layers {args.layers}"
+    command += f" --experts {args.experts} --collectives {args.collectives}"
+    for name in ("prompts", "contexts", "long"):
+        command += f" --{name}={','.join(map(str, getattr(args, name)))}"
     record: dict[str, Any] = {"scenario": "split_prompts", **environment(device), "command": command}
     record |= {"layers": args.layers, "ranks": mesh.size(), "errors": [], "rows": []}
     leads = mesh.get_rank() == 0

@@ -173,3 +173,10 @@ def test_random_prompts_hold_no_image_token(script: ModuleType) -> None:
     config = SimpleNamespace(vocab_size=4, image_token_id=2)
     bench = SimpleNamespace(model=SimpleNamespace(config=config), device=torch.device("cpu"))
     assert set(script.Bench.ids(bench, 256).tolist()) == {0, 1, 3}
+
+
+def test_errors_of_parts_name_no_folder_of_the_machine(tmp_path: Path) -> None:
+    record: dict[str, Any] = {"scenario": "parts", "commit": "", "errors": [], "rows": []}
+    with Parts(record, tmp_path, 60.0, lambda line: None).part("files"):
+        raise ValueError(f"{figures.ROOT}/dsv4_compile/layout.py failed")
+    assert record["errors"] == [{"part": "files", "error": "ValueError: dsv4_compile/layout.py failed"}]

@@ -37,9 +37,13 @@ def starts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     return lines, shown
 
 
+def _measured(rows: Sequence[Row], what: str) -> list[Row]:
+    return [row for row in rows if row["measured"] == what]
+
+
 def new_lengths(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of first tokens of prompt lengths that were never seen."""
-    shown = [row for row in rows["new_lengths"] if row["measured"] == "first token"]
+    shown = _measured(rows["new_lengths"], "first token")
     lines = [["tokens", "first token, ms", "kernels, ms", "kernels"]]
     for row in shown:
         kernels = [f"{row['kernels_ms']:.1f}" if "kernels_ms" in row else "-", str(row.get("kernels", "-"))]
@@ -49,7 +53,7 @@ def new_lengths(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Ro
 
 def late_work(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of random sizes after warm-up: late work, and the slowest call."""
-    shown = [row for row in rows["new_lengths"] if row["measured"] == "random sizes"]
+    shown = _measured(rows["new_lengths"], "random sizes")
     lines = [["sizes", "start, s", "captures", "held by captures, GiB", "builds, compilations, captures after it"]]
     lines[0].append("slowest call, times the median of its bucket")
     for row in shown:
@@ -69,7 +73,7 @@ def read_weights(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[R
 
 def split_prompts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of first tokens of new lengths of a split model."""
-    shown = [row for row in rows["split_prompts"] if row["measured"] == "first token"]
+    shown = _measured(rows["split_prompts"], "first token")
     lines = [["tokens", "first token, ms", "kernels, ms", "late builds, compilations, captures"]]
     for row in shown:
         lines.append(
@@ -80,7 +84,7 @@ def split_prompts(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[
 
 def split_long(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of long prompts of a split model."""
-    shown = [row for row in rows["split_prompts"] if row["measured"] == "long prompt"]
+    shown = _measured(rows["split_prompts"], "long prompt")
     lines = [["tokens", "chunk", "s", "tokens a second", "memory of a rank, GB"]]
     for row in shown:
         rate = f"{row['tokens'] / row['seconds']:,.0f}"
@@ -92,22 +96,27 @@ def split_long(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row
 
 def split_decode(rows: Mapping[str, list[Row]]) -> tuple[list[list[str]], list[Row]]:
     """Return lines and rows of the table of decode steps of a split model at growing contexts."""
-    shown = [row for row in rows["split_prompts"] if row["measured"] == "decode"]
+    shown = _measured(rows["split_prompts"], "decode")
     lines = [["context", "step, ms", "times the first", "kernels", "indexer, ms", "attention, ms"]]
     for row in shown:
-        kernels = row["kernels"]
-        parts = [
-            sum(us for name, _, us in kernels if re.search(names, name)) / 1e3
+        kinds_ms = [
+            sum(us for name, _, us in row["kernels"] if re.search(names, name)) / 1e3
             for names in ("index|topk|select", "sparse_mla|combine")
         ]
         times = f"{row['step_ms'] / shown[0]['step_ms']:.2f}"
         lines.append(
-            [f"{row['context']:,}", f"{row['step_ms']:.2f}", times, str(row["nodes"]), *(f"{ms:.2f}" for ms in parts)]
+            [
+                f"{row['context']:,}",
+                f"{row['step_ms']:.2f}",
+                times,
+                str(row["nodes"]),
+                *(f"{ms:.2f}" for ms in kinds_ms),
+            ]
         )
     return lines, shown
 
 
-_V41_MODEL = "python examples/benchmarks/v41_model.py --unproven --out examples/results"
+_V41_MODEL = "python examples/benchmarks/v41_model.py --out examples/results"
 _PROMPT_CHUNKS = "python examples/benchmarks/prompt_chunks.py"
 _SPLIT = "torchrun --nproc-per-node 2 examples/benchmarks/split_prompts.py --layers 43"
 _TABLES: Mapping[str, tuple[Render, str, str]] = {

@@ -217,10 +217,10 @@ def _enter(module: Any, args: Any, kwargs: Any) -> Entry:
     held.interrupted = True  # until `finish`
     arguments[CACHE_NAME] = held
     entry = Entry(arguments, held, handle, model)
-    if not in_buckets and module._compiled_call_impl is not None:
-        entry.arguments = as_generate_passes(module, arguments)
     if in_buckets:
         entry.bucketed = bucketed_call(module, arguments, held)
+    elif module._compiled_call_impl is not None:
+        entry.arguments = as_generate_passes(module, arguments)
     return entry
 
 
