@@ -106,7 +106,7 @@ class Bench:
         return time.perf_counter() - begin
 
     def ids(self, count: int) -> Tensor:
-        """Return random text: the image token is refused in prompts."""
+        """Return random text without the image token, which prompts may not have."""
         ids = torch.randint(0, self.model.config.vocab_size, (count,), device=self.device)
         return ids.where(ids != self.model.config.image_token_id, 0)
 
