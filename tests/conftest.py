@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import _pytest.logging
 import hypothesis
 import numpy as np
 import pytest
@@ -30,10 +31,6 @@ if not torch.cuda.is_available():
 
 # The order of a sum depends on the number of threads; without a request for more, all machines add in the same order.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-
-# pytest adds handlers to loggers that do not propagate. Where torch's trace has one, every graph is printed to it.
-TRACE = logging.getLogger("torch.__trace")
-TRACE.propagate, TRACE.parent = True, logging.Logger("nobody")
 
 # `--hypothesis-profile=long` is for a nightly run. The default draws the same examples on every machine.
 hypothesis.settings.register_profile("short", max_examples=30, deadline=None, derandomize=True)
@@ -74,6 +71,23 @@ ON_RANKS = ("parallel/test_ranks.py", "parallel/test_watchdog.py", "debug/test_d
 COMPILED = pytest.StashKey[int]()
 
 
+class KeptHandler(_pytest.logging.catching_logs[Any]):
+    """Catches logs with a handler that stays at the root logger.
+
+    pytest adds two handlers to each of torch's hundreds of loggers, and takes them away, three times a test: 1 ms.
+    """
+
+    def __enter__(self) -> Any:
+        logger = logging.getLogger()
+        if self.handler not in logger.handlers:
+            self.handler.setLevel(logging.INFO)
+            logger.addHandler(self.handler)
+        return self.handler
+
+    def __exit__(self, *fault: object) -> None:
+        pass
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="other random inputs for every test (default: 0)")
     parser.addoption("--gemms-by-size", action="store_true", help="see tests/gemm_orders.py")
@@ -95,6 +109,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.compile:
         os.environ["DSV4_COMPILE"] = config.option.compile
     config.stash[COMPILED] = 0
+    logging.getLogger().setLevel(logging.INFO)  # torch traces its compiler at DEBUG: a failing test would print it
+    _pytest.logging.catching_logs = KeptHandler  # type: ignore[misc]
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         config.option.thorough = True
 
@@ -197,7 +213,8 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = zlib.crc32(f"{request.node.nodeid}{request.config.option.seed or ''}".encode())
     random.seed(value)
     np.random.seed(value)
-    torch.manual_seed(value)
+    # torch.manual_seed keeps the traceback of each call for devices that may come later: half a millisecond.
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(value)
     return value
 
 
