@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import os
 import random
 import sys
@@ -14,7 +13,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import _pytest.logging
 import hypothesis
 import numpy as np
 import pytest
@@ -22,7 +20,9 @@ import torch
 
 from dsv4_compile.cpu import native
 from dsv4_compile.testing import poisoned_empty
+from tests.covering import not_needed
 from tests.gemm_orders import by_size
+from tests.log_handlers import keep_handlers
 from tests.quick_compiler import COMPILER, quicken_if_imported
 from tests.thorough import LEFT_OUT, left_out, unknown
 
@@ -71,23 +71,6 @@ ON_RANKS = ("parallel/test_ranks.py", "parallel/test_watchdog.py", "debug/test_d
 COMPILED = pytest.StashKey[int]()
 
 
-class KeptHandler(_pytest.logging.catching_logs[Any]):
-    """Catches logs with a handler that stays at the root logger.
-
-    pytest adds two handlers to each of torch's hundreds of loggers, and takes them away, three times a test: 1 ms.
-    """
-
-    def __enter__(self) -> Any:
-        logger = logging.getLogger()
-        if self.handler not in logger.handlers:
-            self.handler.setLevel(logging.INFO)
-            logger.addHandler(self.handler)
-        return self.handler
-
-    def __exit__(self, *fault: object) -> None:
-        pass
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="other random inputs for every test (default: 0)")
     parser.addoption("--gemms-by-size", action="store_true", help="see tests/gemm_orders.py")
@@ -109,8 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.compile:
         os.environ["DSV4_COMPILE"] = config.option.compile
     config.stash[COMPILED] = 0
-    logging.getLogger().setLevel(logging.INFO)  # torch traces its compiler at DEBUG: a failing test would print it
-    _pytest.logging.catching_logs = KeptHandler  # type: ignore[misc]
+    keep_handlers()
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         config.option.thorough = True
 
@@ -152,7 +134,7 @@ def name_in_file(item: pytest.Item) -> str:
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of tests/thorough.py, and refuse names without a test."""
+    """Deselect tests of tests/thorough.py and sets of tests/covering.py, and refuse names without a test."""
     names: dict[str, list[str]] = {file: [] for file in LEFT_OUT}
     files = [item.path.relative_to(Path(__file__).parent).as_posix() for item in items]
     for item, file in zip(items, files, strict=True):
@@ -160,6 +142,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     if missing := [f"{file}::{name}" for file in LEFT_OUT for name in unknown(file, names[file])]:
         raise pytest.UsageError(f"tests/thorough.py names {len(missing)} tests that do not exist: {missing[:9]}")
     out = {f"tests/{file}::{name}" for file in LEFT_OUT for name in left_out(file, names[file])}
+    out |= {item.nodeid for item in not_needed([item for item in items if item.nodeid not in out])}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
     items[:] = [item for item in items if item.nodeid not in out]
 

@@ -1,7 +1,8 @@
 """Tests that `make test` leaves out and `make test-all` runs: whole models, and further settings.
 
 They take more than a third of the time and find little that no other test does: each has a sibling with a smaller
-model, with fewer settings, or without compiled code. `pytest` with a path leaves out nothing.
+model, with fewer settings, or without compiled code. Of a test with several lists of parameters `make test` runs the
+sets of tests/covering.py. `pytest` with a path leaves out nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "test_one_compiled_graph_serves_every_batch[FLASHMLA_SPARSE_DSV4-bfloat16-128-prefill]",
         "test_one_compiled_graph_serves_every_batch[ROCM_FLASHMLA_SPARSE_DSV4-bfloat16-128-prefill]",
         "test_one_compiled_graph_serves_every_batch[ROCM_FLASHMLA_SPARSE_DSV4-fp8_ds_mla-4-mixed]",
+        "test_one_compiled_graph_serves_every_batch[DSV4_PAGED-fp8-4-mixed]",
+        "test_one_compiled_graph_serves_every_batch[FLASHINFER_MLA_SPARSE_DSV4-fp8-4-mixed]",
     ),
     "attention_backends/test_libraries.py": (
         "test_library_calls_are_nodes_of_one_graph[FLASHINFER_MLA_SPARSE_DSV4-bfloat16]",
@@ -52,9 +55,14 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "bench/test_decode_step.py": (
         "test_a_replay_that_is_timed_cold_flushes_before_each_layer_and_has_the_results_of_a_warm_one_that_never_does",
         "test_replays_of_a_step_agree_with_the_ops_and_are_timed[bfloat16]",
+        "test_few_requests_close_a_group_if_their_groups_end_apart",
     ),
+    "bench/test_one_rank.py": ("test_steps_of_a_whole_rank_are_timed_beside_the_floor_of_its_weights",),
     "bench/test_starts.py": ("test_a_folder_of_official_formats_is_read_and_recorded",),
-    "bench/test_v41_model.py": ("test_a_tiny_model_is_measured_and_its_tables_are_rendered",),
+    "bench/test_v41_model.py": (
+        "test_a_tiny_model_is_measured_and_its_tables_are_rendered",
+        "test_a_part_that_fails_leaves_the_others_running",
+    ),
     "debug/test_diverge.py": (
         "test_planted_fault_is_found_at_its_op[a rounding]",
         "test_planted_fault_is_found_at_its_op[a transposed weight]",
@@ -168,6 +176,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "test_a_model_that_load_warmed_up_compiles_nothing",
         "test_seconds_of_a_start_add_up",
         "test_warm_up_covers_calls_with_drafts_and_without",
+        "test_a_start_runs_in_a_process_that_imports_nothing_from_the_current_folder",
     ),
     "hf/test_threads.py": ("test_first_calls_at_once",),
     "hf/test_token_inputs.py": ("test_slices_and_transposes_are_what_their_copies_are_in_one_graph",),
@@ -179,28 +188,28 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "hf/test_wrapped_calls.py": ("test_autocast_is_named_where_the_call_is_compiled[False]",),
     "kernels/attention/test_sparse_mla_decode_sm90_few_tokens.py": (
         "test_hostile_rows_give_the_references_result[9-128]",
+        "test_a_row_of_a_step_does_not_depend_on_its_batch_or_its_width[0]",
+        "test_a_row_of_a_step_does_not_depend_on_its_batch_or_its_width[1]",
     ),
     "kernels/drafts/test_accept_drafts.py": ("test_random_requests[3-dtype2]",),
     "kernels/hyper_connections/test_mhc_boundary.py": (
-        "test_a_token_of_a_step_has_the_sums_of_a_launch_of_it_alone[mhc_head-18-2]",
-        "test_a_token_of_a_step_has_the_sums_of_a_launch_of_it_alone[mhc_pre-18-2]",
         "test_programs_may_run_in_any_order_and_one_by_one[mhc_boundary-17]",
     ),
     "kernels/indexer/test_index_topk.py": ("test_tiles_and_chunks_of_tokens_change_nothing[tiles2]",),
-    "kernels/moe/test_moe_experts.py": (
-        "test_results_in_tiles_of_many_tokens_on_hopper_are_the_references[bfloat16-e4m3-64]",
-        "test_results_in_tiles_of_many_tokens_on_hopper_are_the_references[bfloat16-float-128]",
-        "test_results_in_tiles_of_many_tokens_on_hopper_are_the_references[bfloat16-mxfp4-128]",
-        "test_results_in_tiles_of_many_tokens_on_hopper_are_the_references[bfloat16-mxfp4-64]",
-        "test_results_in_tiles_of_many_tokens_on_hopper_are_the_references[e4m3-e4m3-128]",
-        "test_results_in_tiles_of_many_tokens_on_hopper_are_the_references[e4m3-e4m3-64]",
-        "test_results_in_tiles_of_many_tokens_on_hopper_are_the_references[e4m3-float-128]",
-        "test_results_in_tiles_of_many_tokens_on_hopper_are_the_references[e4m3-float-64]",
-        "test_results_in_tiles_of_many_tokens_on_hopper_are_the_references[e4m3-mxfp4-128]",
+    "kernels/linear/test_gemm.py": (
+        "test_torch_gets_a_single_group_of_quantized_x[form1]",
+        "test_torch_gets_a_single_group_of_quantized_x[form2]",
     ),
     "kernels/moe/test_moe_experts_sm90.py": (
         "test_results_are_the_references[1-256-384-]",
         "test_results_are_the_references[9-384-256-]",
+        "test_every_e8m0_scale_means_its_power_of_two[w2]",
+    ),
+    "kernels/test_attention_backends.py": (
+        "test_kernels_give_the_exact_answer[DSV4_PAGED-fp8_ds_mla-4-mixed]",
+        "test_kernels_give_the_exact_answer[FLASHINFER_MLA_SPARSE_DSV4-fp8-4-mixed]",
+        "test_kernels_give_the_exact_answer[FLASHMLA_SPARSE_DSV4-bfloat16-4-mixed]",
+        "test_kernels_give_the_exact_answer[ROCM_FLASHMLA_SPARSE_DSV4-bfloat16-4-mixed]",
     ),
     "kernels/test_plans.py": (
         "test_calls_of_equal_variants_are_compiled_alike_and_others_are_not[decode of few heads, any batch-gfx942]",
@@ -301,7 +310,20 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "test_one_graph_serves_every_mixed_batch[fp8_ds_mla-mxfp4-hadamard-csa]",
     ),
     "modules/test_output.py": ("test_one_graph_serves_every_number_of_tokens[bfloat16]",),
-    "ops/attention/test_inv_rope.py": ("test_inductor_sees_the_strides_that_the_op_returns[float32 scales]",),
+    "ops/attention/test_inv_rope.py": (
+        "test_inductor_sees_the_strides_that_the_op_returns[float32 scales]",
+        "test_op_contract",
+        "test_op_contract_of_the_quantisation",
+    ),
+    "ops/attention/test_sparse_mla_decode.py": ("test_op_contract",),
+    "ops/attention/test_sparse_mla_decode_fused.py": ("test_op_contract",),
+    "ops/indexer/test_indexer_logits.py": (
+        "test_ops_keep_their_promises",
+        "test_ragged_op_keeps_its_promises",
+    ),
+    "ops/indexer/test_indexer_q_rope_quant.py": ("test_op_keeps_its_promises",),
+    "ops/preprocess/test_compress_norm_rope_insert.py": ("test_op_keeps_its_promises",),
+    "package/test_cli.py": ("test_a_script_run_by_the_command_has_the_ops",),
     "package/test_examples.py": (
         "test_example_runs",
         "test_the_picture_of_architecture_is_that_of_the_example",
