@@ -70,13 +70,23 @@ def experts(
 def with_scale(call: ExpertsArguments, name: str, byte: int, down: int = 14) -> ExpertsArguments:
     """Return a call with all scales of MXFP4 weight `name`, filled in place, equal to `byte`.
 
-    x is 2^10 times as large with a small scale and 2^-down with a large one, and the largest weights are left out at
-    the largest scales, so that sums stay within float32.
+    With a small scale of w13, x is 2^10 times as large, and weights of places with one of w2; x is 2^-down times as
+    large with a large scale, and the largest weights are left out at the largest scales, so that sums stay within
+    float32. Where large scales of w13 let all hidden states be clamped, x and w13 are positive: a sum near zero would
+    be clamped to either limit.
     """
-    weight = getattr(call, name)
+    weight, x, weights = getattr(call, name), call.x, call.weights
     getattr(call, f"{name}_scale").fill_(byte)
     packed = weight & 0xBB if byte in (253, 254) else weight
-    return call._replace(x=call.x * 2.0 ** (10 if byte < 100 else -down), **{name: packed})
+    if byte >= 100:
+        x = x * 2.0**-down
+    elif name == "w13":
+        x = x * 2.0**10
+    else:
+        weights = weights * 2.0**10
+    if name == "w13" and byte >= 200:
+        x, packed = x.abs(), packed & 0x77
+    return call._replace(x=x, weights=weights, **{name: packed})
 
 
 def places_by_expert(ids: Tensor, first: int, count: int) -> dict[int, list[int]]:
