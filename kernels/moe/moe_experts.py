@@ -33,6 +33,7 @@ from ..host.launch import launch_kernel
 from ..host.pdl import pdl_constants, pdl_prologue, uses_pdl
 from ..host.semaphores import arrival_counters
 from . import moe_experts_sm90 as sm90
+from . import moe_experts_sm90_few_tokens as few_tokens
 from .expert_gemm import multiply, swiglu, unpacked_element, unpacked_position
 from .expert_operands import (
     GemmTile,
@@ -458,12 +459,14 @@ def most_tokens(problem: Problem, gpu: Gpu, invariant: str) -> int:
 @functools.lru_cache(1024)
 def plan(
     problem: Problem, tokens: int, gpu: Gpu, invariant: str = ""
-) -> ExpertsPlan | sm90.SplitPlan:  # fmt: skip
+) -> ExpertsPlan | sm90.SplitPlan | few_tokens.FewTokensPlan:  # fmt: skip
     """Return the launches of a pass of `tokens` tokens, at most `most_tokens`.
 
     With `invariant`, a value of `dsv4.batch_invariant`, tiles and roundings are the same for any number of tokens: only
     lists of places depend on it.
     """
+    if on_sm90(gpu) and not invariant and problem.rounding is None and few_tokens.fits(problem, tokens):
+        return few_tokens.plan_few(problem, tokens, gpu)
     few_on_sm90 = on_sm90(gpu) and problem.rounding is None and sm90.fits(problem, tokens, gpu)
     if _splits(problem, gpu, invariant) if invariant else few_on_sm90:
         return sm90.plan_split(problem, tokens, gpu)
@@ -545,7 +548,9 @@ def _run(call: ExpertsArguments, invariant: str) -> Tensor:
         rows = slice(len(out) * number // passes, len(out) * (number + 1) // passes)
         one = call._replace(x=call.x[rows], ids=ids[rows], weights=weights[rows])
         pass_plan = plan(problem, len(one.x), gpu, invariant)
-        if isinstance(pass_plan, sm90.SplitPlan):
+        if isinstance(pass_plan, few_tokens.FewTokensPlan):
+            few_tokens.launch(one, operands, pass_plan, out[rows])
+        elif isinstance(pass_plan, sm90.SplitPlan):
             sm90.launch(one, operands, pass_plan, out[rows])
         else:
             launch(one, operands, pass_plan, out[rows])

@@ -96,9 +96,13 @@ VARIANTS: Mapping[tuple[str, ...], Sequence[tuple[str, str]]] = {
     ),
     ("moe_experts",): (
         (
+            "moe/moe_experts_sm90_few_tokens.py",
+            "not before it is proven on a GPU: sm_90, MXFP4 in the order of a checkpoint, a shared expert of e4m3 or "
+            "none, up to 6 tokens, whose hidden states of one place have up to 8,192 elements together",
+        ),
+        (
             "moe/moe_experts_sm90.py",
-            "sm_90, MXFP4 in the order of a checkpoint, a shared expert of e4m3 or none, up to 1,024 places and 8 of "
-            "them an expert, more than 8 CTAs of 64 rows an SM",
+            "sm_90, the same formats, up to 1,024 places and 8 of them an expert, more than 8 CTAs of 64 rows an SM",
         ),
         ("moe/moe_experts.py", "other formats, sizes and GPUs"),
     ),

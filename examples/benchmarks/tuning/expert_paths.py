@@ -1,9 +1,10 @@
-"""Compare the two forms of `moe_experts` for few tokens on Hopper: python examples/benchmarks/tuning/expert_paths.py
+"""Compare the forms of `moe_experts` for few tokens on Hopper: python examples/benchmarks/tuning/expert_paths.py
 
-`split` computes in e4m3 from rows that are split into two, `rows64` and `rows128` in bfloat16 with tiles of 64 or 128
-weight rows. V4-Flash's MXFP4 experts with the e4m3 shared expert, whole and as rows of two or four ranks; uniform
-routing; 16 calls in a CUDA graph, which read two layers' weights in turn, each with other experts. Prints
-microseconds a call and the weights' floor at the speed of a copy.
+`dots` computes in float16 on CUDA cores, `split` in e4m3 from rows that are split into two, `rows64` and `rows128` in
+bfloat16 with tiles of 64 or 128 weight rows. V4-Flash's MXFP4
+experts with the e4m3 shared expert, whole and as rows of two or four ranks; uniform routing; 16 calls in a CUDA graph,
+which read two layers' weights in turn, each with other experts. Prints microseconds a call and the weights' floor at
+the speed of a copy.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from dsv4_compile.bench.record import environment, write_json
 from dsv4_compile.bench.timing import copy_rate, replay_us
 from dsv4_compile.kernels.moe import moe_experts as portable
 from dsv4_compile.kernels.moe import moe_experts_sm90 as sm90
+from dsv4_compile.kernels.moe import moe_experts_sm90_few_tokens as few_tokens
 from dsv4_compile.ops.common.kernels import launcher
 from dsv4_compile.selection import proven
 
@@ -30,20 +33,37 @@ FORMS = {"split": (0, 8), "rows64": (10**9, 10**9), "rows128": (10**9, 0)}
 """Largest CTAs of an SM for which bfloat16 is taken, and those for which its tiles have 64 rows."""
 
 
-def timed(sets: Sequence[Any], form: str) -> float:
-    """Return microseconds a call of a form, captured with others."""
-    bfloat16, narrow = FORMS[form]
-    call = launcher("moe_experts")
-    with mock.patch.object(sm90, "FEW_CTAS", bfloat16), mock.patch.object(portable, "FEW_CTAS", narrow):
+@contextmanager
+def taken(form: str) -> Iterator[None]:
+    """Let calls take a form."""
+    with ExitStack() as stack:
+        if form in FORMS:
+            most_tokens, (bfloat16, narrow) = 0, FORMS[form]
+            stack.enter_context(mock.patch.object(sm90, "FEW_CTAS", bfloat16))
+            stack.enter_context(mock.patch.object(portable, "FEW_CTAS", narrow))
+        else:
+            most_tokens = 10**9
+        stack.enter_context(mock.patch.object(few_tokens, "PROVEN", True))
+        stack.enter_context(mock.patch.object(few_tokens, "MOST_TOKENS", most_tokens))
+        stack.enter_context(mock.patch.object(few_tokens, "MOST_ELEMENTS", 10**9))
         portable.plan.cache_clear()
-        for args in sets[:2]:
+        yield
+    portable.plan.cache_clear()
+
+
+def timed(sets: Sequence[Any], form: str, build: bool) -> float:
+    """Return microseconds a call of a form, captured with others, or build its kernels alone."""
+    call = launcher("moe_experts")
+    with taken(form):
+        for args in sets[: 1 if build else 2]:
             call(*args)
         torch.cuda.synchronize()
+        if build:
+            return 0.0
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for args in sets:
                 call(*args)
-    portable.plan.cache_clear()
     return statistics.median(replay_us(graph) for _ in range(REPLAYS)) / len(sets)
 
 
@@ -52,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--tokens", default="1,2,3,4,5,6,8,12,16,24", help="%(default)s")
     parser.add_argument("--inner", default="2048,1024,512", help="%(default)s")
+    parser.add_argument("--forms", default="dots,split,rows64,rows128", help="%(default)s")
     parser.add_argument("--build", action="store_true", help="build kernels only, to fill Triton's cache")
     parser.add_argument("--out", metavar="FOLDER", help="write expert_paths.json there")
     args = parser.parse_args(argv)
@@ -70,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             floor = experts.cost(model, "mxfp4", "e4m3", tokens).bytes / rate * 1e6
             row: dict[str, Any] = {"inner": inner, "tokens": tokens, "floor_us": round(floor, 1)}
             with proven.trust():
-                row |= {form: round(timed(sets, form), 1) for form in FORMS}
+                row |= {form: round(timed(sets, form, args.build), 1) for form in args.forms.split(",")}
             contents["rows"].append(row)
             print(row, flush=True)
     if args.out and not args.build:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4_compile.kernels.moe import moe_experts as kernels
 from dsv4_compile.kernels.moe import moe_experts_sm90 as sm90
+from dsv4_compile.kernels.moe import moe_experts_sm90_few_tokens as few_tokens
 from dsv4_compile.reference.moe.expert_weights import interleave_
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import hostile_indices, strided
@@ -29,7 +30,7 @@ from tests.kernels.moe.problems import (
 CUDA = torch.device("cuda")
 EXPERTS, HIDDEN, INNER, TOP_K = 64, 4096, 2048, 6
 """V4-Flash with a quarter of its experts, so that a tile of tokens fills at fewer of them."""
-TOKENS = (1, 2, 9, 33, 128, 171, 300, 512, 1500)
+TOKENS = (1, 2, 4, 9, 33, 128, 171, 300, 512, 1500)
 moe_experts = kernels.moe_experts
 
 
@@ -88,7 +89,7 @@ def test_ranks_of_experts_and_of_the_intermediate_dim(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokens"), [("interleaved", 1), ("interleaved", 50), ("interleaved", 600), ("mxfp4", 50)]
+    ("kind", "tokens"), [("interleaved", 1), ("interleaved", 50), ("interleaved", 600), ("mxfp4", 50), ("mxfp4", 4)]
 )
 def test_hostile_ids_strides_and_nan(kind: str, tokens: int) -> None:
     call = problem(tokens, kind)
@@ -113,12 +114,12 @@ def test_nan_in_the_weight_of_gate_or_up_is_not_clamped() -> None:
         check(call)
 
 
-@pytest.mark.parametrize("kind", ["interleaved", "mxfp4"])
-def test_every_e8m0_scale_means_its_power_of_two(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "tokens"), [("interleaved", 20), ("mxfp4", 20), ("mxfp4", 3)])
+def test_every_e8m0_scale_means_its_power_of_two(kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90, "FEW_CTAS", 0)
     kernels.plan.cache_clear()
     for name in ("w13", "w2"):
-        call = experts(20, kind=kind, hidden=512, inner=256, device=CUDA)
+        call = experts(tokens, kind=kind, hidden=512, inner=256, device=CUDA)
         for byte in E8M0_BYTES:
             check(with_scale(call, name, byte, down=16))
 
@@ -130,6 +131,8 @@ def test_few_tokens_an_expert_are_split_and_as_accurate(shared: str, monkeypatch
         pytest.skip("kernels of sm_90")
     seen, launch = [], sm90.launch
     monkeypatch.setattr(sm90, "FEW_CTAS", 0)
+    monkeypatch.setattr(few_tokens, "MOST_TOKENS", 0)
+    kernels.plan.cache_clear()
     monkeypatch.setattr(sm90, "launch", lambda *args: (seen.append(1), launch(*args))[1])
     sizes: dict[str, Any] = {"kind": "mxfp4", "shared": shared, "count": 40, "top_k": 6, "device": CUDA}
     for tokens, hidden, inner in ((1, 256, 384), (17, 384, 128), (53, 4096, 640)):
@@ -163,11 +166,11 @@ def test_without_tma_and_ptx_results_are_as_accurate(monkeypatch: pytest.MonkeyP
             want = moe_experts(call)
             with monkeypatch.context() as patch:
                 patch.setattr(kernels, "gpu_of", lambda device: gpu._replace(capability=80))
-                assert error(check(call), want) <= ACCURACY
+                assert error(check(call), want) <= 2 * ACCURACY  # from the exact result, one ACCURACY either way
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokens"), [*(("interleaved", tokens) for tokens in (1, 8, 128, 400, 1100)), ("mxfp4", 32)]
+    ("kind", "tokens"), [*(("interleaved", tokens) for tokens in (1, 8, 128, 400, 1100)), ("mxfp4", 32), ("mxfp4", 2)]
 )
 def test_repeats_capture_and_streams(kind: str, tokens: int) -> None:
     call = problem(tokens, kind)

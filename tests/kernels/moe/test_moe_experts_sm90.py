@@ -14,6 +14,7 @@ from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.kernels.moe import expert_gemm_sm90 as gemm
 from dsv4_compile.kernels.moe import moe_experts as kernels
 from dsv4_compile.kernels.moe import moe_experts_sm90 as sm90
+from dsv4_compile.kernels.moe import moe_experts_sm90_few_tokens as few_tokens
 from dsv4_compile.kernels.moe.expert_operands import Problem, Weight
 from dsv4_compile.kernels.moe.expert_plan import PlanShape, most_tiles, plan_some
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
@@ -40,9 +41,11 @@ WRITTEN = (
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let launchers see a Hopper GPU of one SM, which few CTAs fill."""
+    """Let launchers see a Hopper GPU of one SM, which few CTAs fill, and keep a few tokens from dot products."""
     gpu = Gpu("interpreter", 90, 1)
     monkeypatch.setattr(kernels, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(few_tokens, "MOST_TOKENS", 0)
+    kernels.plan.cache_clear()
 
 
 def run(call: ExpertsArguments, seed: int = 0) -> Tensor:
