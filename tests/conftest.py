@@ -39,34 +39,38 @@ hypothesis.settings.load_profile("short")
 
 LONGEST = (
     "parallel/test_ranks.py",
-    "package/test_examples.py",
-    "attention_backends/test_conformance.py",
-    "backend/test_fuse_layer.py",
-    "tools/test_isa.py",
-    "models/v41/test_compiled.py",
-    "models/v41/test_draft_graphs.py",
+    "lowering/preprocess/test_compress_norm_rope_insert.py",
+    "hf/test_expected_modules.py",
+    "models/v41/test_transformers.py",
     "lowering/attention/test_inv_rope.py",
     "hf/test_redundant_guards.py",
-    "lowering/preprocess/test_compress_norm_rope_insert.py",
-    "lowering/indexer/test_indexer_q_rope_quant.py",
-    "hf/test_fuzz.py",
-    "hf/test_compiled.py",
-    "debug/test_diverge.py",
-    "modules/test_attention_layer.py",
-    "tools/test_counts.py",
-    "docs/test_adding_an_op.py",
-    "kernels/moe/test_moe_experts.py",
+    "backend/test_fuse_layer.py",
+    "hf/test_load_drafts.py",
+    "models/v41/test_side_roads.py",
+    "ops/test_all_ops.py",
+    "hf/test_warm_up.py",
+    "models/v41/test_running.py",
+    "package/test_examples.py",
+    "attention_backends/test_conformance.py",
+    "hf/test_layer_kinds.py",
     "backend/test_fuse_streams.py",
-    "backend/test_cache_key.py",
+    "kernels/moe/test_moe_experts.py",
     "hf/test_call_checks.py",
+    "hf/test_draft_generate.py",
+    "models/v41/test_transformers_drafts.py",
+    "hf/test_running_batch.py",
+    "debug/test_breaks.py",
     "backend/test_regions.py",
+    "hf/test_load.py",
     "parallel/test_watchdog.py",
-    "package/test_prove.py",
 )
 """The files that take longest where nothing has been compiled yet, longest first."""
 
 ON_RANKS = ("parallel/test_ranks.py", "parallel/test_watchdog.py", "debug/test_diverge_ranks.py")
 """Files with processes forked from one server, which takes ten seconds to import their modules."""
+
+OF_A_WHEEL = ("package/test_distribution.py", "package/test_kernels_name.py")
+"""Files with tests of a wheel that is built and installed once in a process."""
 
 COMPILED = pytest.StashKey[int]()
 
@@ -149,15 +153,15 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each file to one process, and all files of ON_RANKS to the same."""
+    """Give each file to one process, all files of ON_RANKS to the same, and those of OF_A_WHEEL."""
     from xdist.scheduler import LoadFileScheduling  # not everywhere
 
-    class FilesOfOneServer(LoadFileScheduling):
+    class FilesThatShare(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             scope: str = super()._split_scope(nodeid)
-            return "ranks" if scope.endswith(ON_RANKS) else scope
+            return "ranks" if scope.endswith(ON_RANKS) else "a wheel" if scope.endswith(OF_A_WHEEL) else scope
 
-    return FilesOfOneServer(config, log) if config.getvalue("dist") == "loadfile" else None
+    return FilesThatShare(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def freeze() -> None:

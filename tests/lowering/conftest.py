@@ -38,18 +38,28 @@ def compiling() -> Iterator[WarmPython]:
     yield from _warm()
 
 
-def _generated(warm: WarmPython, what: str) -> Any:
-    done = warm.run("tests.lowering.generated", what)
+def _generated(warm: WarmPython, what: str, *cases: str) -> Any:
+    done = warm.run("tests.lowering.generated", what, *cases)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest, interpreting: WarmPython) -> Reports:
-    """Every case, run in the interpreter and compared with the reference."""
+    """Every case, run in the interpreter and compared with the reference.
+
+    Where tests/thorough.py leaves out cases: those that tests of the file have as a parameter.
+    """
     what = request.path.stem.removeprefix("test_").removesuffix("_triton")
-    reports: Reports = _generated(interpreting, f"{request.path.parent.name}.cases_{what}")
+    cases = set() if request.config.option.thorough else set(_cases(request))
+    reports: Reports = _generated(interpreting, f"{request.path.parent.name}.cases_{what}", *sorted(cases))
     return reports
+
+
+def _cases(request: pytest.FixtureRequest) -> Iterator[str]:
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec"):
+            yield from (value for name, value in item.callspec.params.items() if name == "case")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """Not a test: compiles the cases of one op into Triton in a separate process and prints reports as JSON.
 
-TRITON_INTERPRET=1 python -m tests.lowering.generated <op>   runs all in the interpreter, compares with the reference
-python -m tests.lowering.generated <file>                    compiles kernels of its reports for every target GPU
+TRITON_INTERPRET=1 python -m tests.lowering.generated <op> [case ...]
+    runs these cases, or all, in the interpreter and compares them with the reference
+python -m tests.lowering.generated <file>
+    compiles kernels of its reports for every target GPU
 """
 
 from __future__ import annotations
@@ -152,16 +154,16 @@ def binaries(sources: list[tuple[str, str]]) -> dict[str, list[int]]:
     return {target: [len(kernel.compile(fake_triton.TARGETS[target])) for kernel in kernels] for target in TARGETS}
 
 
-def main(what: str) -> dict[str, Any]:
+def main(what: str, *names: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     quicken_if_imported()
     if INTERPRETED:
         cases: dict[str, Case] = importlib.import_module(f"tests.lowering.{what}").CASES
-        return {name: report(case) for name, case in cases.items()}
+        return {name: report(cases[name]) for name in names or cases}
     fake_triton.install()
     reports = json.loads(Path(what).read_text())
     return {name: binaries(report["sources"]) for name, report in reports.items() if report["sources"] is not None}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
+    print(json.dumps(main(*sys.argv[1:])))

@@ -9,6 +9,7 @@ the references, and launches are recorded instead of run.
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,10 +99,11 @@ def report(kind: str, fp8: bool) -> list[str]:
     return log
 
 
-if __name__ == "__main__":
+def main(*layers: str) -> dict[str, list[str]]:
+    """Return the reports of these layers, such as "csa fp8"."""
     warnings.simplefilter("ignore")
-    print(
-        json.dumps(
-            {f"{kind} {'fp8' if fp8 else 'bf16'}": report(kind, fp8) for kind in RATIOS for fp8 in (False, True)}
-        )
-    )
+    return {layer: report(kind, width == "fp8") for layer in layers for kind, width in [layer.split()]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

@@ -119,7 +119,7 @@ def test_a_mixed_step_equals_paged_attention(kind: str, rows: int) -> None:
 
 
 def test_quantised_caches() -> None:
-    step = MixedStep("csa", [70, 0], [1, 66], padding=0, dims=hf_layer.FLASH, kv="fp8_ds_mla")
+    step = MixedStep("csa", [20, 0], [1, 26], padding=0, dims=hf_layer.FLASH, kv="fp8_ds_mla")
     steps = step.plan(400)
     out, _, lse = step.attend(steps, 400, step.topk(steps))
     assert_close(out, step.out[step.prefill], "attention_float32")
