@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.package.syntax import nodes
+
 MAX_LINES, MAX_KERNEL_LINES = 400, 700
 """Of a file, and of a kernel together with its launcher."""
 
@@ -58,7 +60,7 @@ def _imports(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and unit of everything of ours that a file imports, imports inside functions included."""
     here = Path(path).with_suffix("").parts
     package = list(here[:-1]) if here[0] == "dsv4_compile" else ["dsv4_compile", *here[:-1]]
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -110,7 +112,7 @@ def test_lower_layers_import_torch_and_ourselves_alone(trees: dict[str, ast.Modu
     for path, tree in trees.items():
         if _unit(path) != unit:
             continue
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module or ""]
@@ -130,7 +132,7 @@ def test_cache_layout_numbers_appear_in_layout_alone(trees: dict[str, ast.Module
         f"{path}:{node.lineno} {node.value}"
         for path, tree in trees.items()
         if path != "dsv4_compile/layout.py"
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Constant) and type(node.value) in (int, float)
         if node.value in LAYOUT_NUMBERS | (COMMON_NUMBERS if _unit(path) in LAYOUT_UNITS else set())
     ]
@@ -139,14 +141,14 @@ def test_cache_layout_numbers_appear_in_layout_alone(trees: dict[str, ast.Module
 
 def _jitted(tree: ast.Module) -> Iterator[ast.FunctionDef]:
     """Functions that Triton compiles."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(x) for x in node.decorator_list):
             yield node
 
 
 def _texts(tree: ast.Module) -> Iterator[str]:
     """Fields that may be a string or None, of the named tuples of a file."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):
             for field in node.body:
                 if isinstance(field, ast.AnnAssign) and re.search(r"\b(str|None)\b", ast.unparse(field.annotation)):
@@ -183,7 +185,7 @@ def test_few_functions_of_kernels_have_many_parameters(trees: dict[str, ast.Modu
         f"{path}:{node.lineno} {node.name}": sum(isinstance(item, ast.arg) for item in ast.walk(node.args))
         for path, tree in trees.items()
         if path.startswith("kernels/")
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.FunctionDef)
     }
     many = {name: count for name, count in counts.items() if count >= MANY_PARAMETERS}
@@ -196,7 +198,7 @@ def test_kernels_launch_through_launch_kernel(trees: dict[str, ast.Module]) -> N
         path
         for path, tree in trees.items()
         if path.startswith("kernels/")
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
     }
     assert callers == launchers
@@ -207,7 +209,7 @@ def test_kernels_keep_no_tensor_between_calls_except_semaphores(trees: dict[str,
     for path, tree in trees.items():
         if not path.startswith("kernels/"):
             continue
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             cached = isinstance(node, ast.FunctionDef) and any("cache" in ast.unparse(x) for x in node.decorator_list)
             if isinstance(node, ast.Global) or (cached and "Tensor" in ast.unparse(node.returns or node)):
                 state.append(f"{path}:{node.lineno}")
@@ -226,7 +228,7 @@ def _private(name: str) -> bool:
 
 def _torch_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything that is imported from torch or reached through it."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "torch")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch" and node.level == 0:
@@ -253,7 +255,7 @@ def test_library_never_prints_outside_the_command_line(trees: dict[str, ast.Modu
         f"{path}:{node.lineno}"
         for path, tree in trees.items()
         if path not in ("dsv4_compile/cli.py", "dsv4_compile/bench/command.py", "dsv4_compile/hf/demo.py")
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert prints == []
@@ -279,7 +281,7 @@ def test_text_has_an_encoding(trees: dict[str, ast.Module], root: Path) -> None:
     calls = [
         f"{path}:{node.lineno} {ast.unparse(node)[:80]}"
         for path, tree in parsed.items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call) and _reads_or_writes_text(node)
         if not any(keyword.arg == "encoding" for keyword in node.keywords)
     ]
