@@ -272,10 +272,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "test_a_run_with_a_path_leaves_out_nothing[a file]",
         "test_processes_that_share_a_run_leave_out_nothing_either",
     ),
-    "parallel/test_hosts.py": (
-        "test_a_host_that_is_gone_is_named[the_first_host_is_gone_while_the_other_serves-0]",
-        "test_a_host_that_is_gone_is_named[the_second_host_is_gone-1]",
-    ),
+    "parallel/test_hosts.py": ("test_a_host_that_is_gone_is_named[the_first_host_is_gone_while_the_other_serves-0]",),
     "parallel/test_ranks.py": (
         "test_on_four_ranks",
         "test_on_two_ranks[an_op_that_differs_on_a_rank_is_found_beside_parts]",
