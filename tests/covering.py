@@ -19,9 +19,9 @@ def covering(sets: Sequence[tuple[Hashable, ...]]) -> list[bool]:
     values = [list(dict.fromkeys(column)) for column in zip(*sets, strict=True)]
     diagonal = {tuple(column[i % len(column)] for column in values) for i in range(max(map(len, values)))}
     keep = [parameters in diagonal for parameters in sets]
-    for place, column in enumerate(values):
+    for number, column in enumerate(values):
         for value in column:
-            having = [i for i, parameters in enumerate(sets) if parameters[place] == value]
+            having = [i for i, parameters in enumerate(sets) if parameters[number] == value]
             if not any(keep[i] for i in having):
                 keep[having[0]] = True
     return keep
@@ -31,14 +31,14 @@ def parameters_by_list(item: pytest.Item) -> tuple[Hashable, ...]:
     """Return the parameters of a test, a tuple for each decorator and each fixture that it has them from."""
     if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
         return ()
-    given = {name: _key(value) for name, value in item.callspec.params.items()}
+    key_by_name = {name: _key(value) for name, value in item.callspec.params.items()}
     lists: list[Hashable] = []
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0] if mark.args else mark.kwargs["argnames"]
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-        if values := tuple(given.pop(name) for name in names if name in given):
+        if values := tuple(key_by_name.pop(name) for name in names if name in key_by_name):
             lists.append(values)
-    return (*lists, *(given[name] for name in sorted(given)))
+    return (*lists, *(key_by_name[name] for name in sorted(key_by_name)))
 
 
 def _key(value: object) -> Hashable:

@@ -15,6 +15,7 @@ import pytest
 
 from dsv4_compile.lowering import registry
 from tests.lowering.recorded import assembled, is_recorded
+from tests.support.selected import values_of
 from tests.warm import ROOT, WarmPython
 
 Reports = dict[str, dict[str, Any]]
@@ -51,15 +52,9 @@ def interpreted(request: pytest.FixtureRequest, interpreting: WarmPython) -> Rep
     Where tests/thorough.py leaves out cases: those that tests of the file have as a parameter.
     """
     what = request.path.stem.removeprefix("test_").removesuffix("_triton")
-    cases = set() if request.config.option.thorough else set(_cases(request))
-    reports: Reports = _generated(interpreting, f"{request.path.parent.name}.cases_{what}", *sorted(cases))
+    cases = [] if request.config.option.thorough else values_of("case", request)
+    reports: Reports = _generated(interpreting, f"{request.path.parent.name}.cases_{what}", *cases)
     return reports
-
-
-def _cases(request: pytest.FixtureRequest) -> Iterator[str]:
-    for item in request.session.items:
-        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec"):
-            yield from (value for name, value in item.callspec.params.items() if name == "case")
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selected import values_of
+
 ROOT = Path(__file__).resolve().parents[2]
 
 CAST = ["triton_poi_fused__to_copy_0", "triton_poi_fused__to_copy_1"]
@@ -44,8 +46,7 @@ BUDGET = {"swa bf16": 6, "hca bf16": 6, "csa bf16": 9, "swa fp8": 6, "hca fp8": 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     """Launches of the layers for which this run has tests."""
-    tests = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
-    layers = sorted({test.callspec.params["layer"] for test in tests})
+    layers = values_of("layer", request)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.modules.launches", *layers]

@@ -1,4 +1,4 @@
-"""Tests of tests/covering.py: fewer sets of parameters, in which every value occurs."""
+"""Tests of tests/covering.py: fewer sets of parameters, with every value."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.covering import covering, not_needed
 @pytest.mark.parametrize("sizes", [(1, 1), (8, 5), (2, 2), (3, 4, 2), (2, 6, 4, 4)], ids=str)
 def test_a_product_keeps_as_many_sets_as_its_longest_list_has_values(sizes: tuple[int, ...]) -> None:
     sets = list(product(*map(range, sizes)))
-    kept = [parameters for parameters, keep in zip(sets, covering(sets), strict=True) if keep]
-    assert len(kept) == max(sizes)
-    assert [len(set(column)) for column in zip(*kept, strict=True)] == [*sizes]
+    covered = [parameters for parameters, keep in zip(sets, covering(sets), strict=True) if keep]
+    assert len(covered) == max(sizes)
+    assert [len(set(column)) for column in zip(*covered, strict=True)] == [*sizes]
 
 
 def test_a_part_of_a_product_keeps_every_value() -> None:
@@ -28,8 +28,8 @@ def test_a_part_of_a_product_keeps_every_value() -> None:
 def test_values_of_one_decorator_stay_together(one: int, two: int, three: int, request: pytest.FixtureRequest) -> None:
     name = request.node.originalname
     items = [item for item in request.session.items if item.nodeid.partition("[")[0].endswith(f"::{name}")]
-    kept = {item.nodeid.rpartition("[")[2] for item in items} - {
+    covered = {item.nodeid.rpartition("[")[2] for item in items} - {
         item.nodeid.rpartition("[")[2] for item in not_needed(items)
     }
-    assert kept == {"2-3-0]", "2-4-1]", "3-3-0]"}
+    assert covered == {"2-3-0]", "2-4-1]", "3-3-0]"}
     assert request.node.nodeid.rpartition("[")[2] == f"{two}-{three}-{one}]"

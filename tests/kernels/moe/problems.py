@@ -89,6 +89,33 @@ def with_scale(call: ExpertsArguments, name: str, byte: int, down: int = 14) -> 
     return call._replace(x=x, weights=weights, **{name: packed})
 
 
+def with_shared_scales(call: ExpertsArguments, form: torch.dtype) -> ExpertsArguments:
+    """Return a call with scales of the shared expert in float32, random ones, or as float8_e8m0fnu."""
+    first, second = call.shared_w13_scale, call.shared_w2_scale
+    assert first is not None and second is not None
+    if form is torch.float32:
+        first, second = torch.rand(first.shape) / 64, torch.rand(second.shape) / 64
+    else:
+        first, second = first.view(form), second.view(form)
+    return call._replace(shared_w13_scale=first, shared_w2_scale=second)
+
+
+def beside_a_large_element(call: ExpertsArguments) -> ExpertsArguments:
+    """Return a call with 4000 as element 5 of each token, after its MXFP4 weights in w13 are set to zero."""
+    x = call.x.clone()
+    x[:, 5] = 4000.0
+    call.w13.view(torch.uint8)[:, :, 2] &= 0x0F
+    return call._replace(x=x)
+
+
+def with_nan_scales(call: ExpertsArguments) -> ExpertsArguments:
+    """Return a call of positive tokens, after its MXFP4 weights in w13 are set to one and their scales to NaN."""
+    assert call.w13_scale is not None
+    call.w13.fill_(0x22)
+    call.w13_scale.fill_(255)
+    return call._replace(x=call.x.abs())
+
+
 def places_by_expert(ids: Tensor, first: int, count: int) -> dict[int, list[int]]:
     """Return the places of each of `count` experts from id `first` on that has any, in their order."""
     local = (ids.long() - first).tolist()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import numpy as np
+from torch import Tensor
 
 from dsv4_compile._compat import triton_interpreter
+from dsv4_compile.testing import poisoned_empty
+from tests.support.bounds import checked
 
 
 @contextmanager
@@ -32,3 +35,14 @@ def random_order(seed: int) -> Iterator[None]:
 
     with mock.patch.object(executor, "__call__", start), mock.patch.object(builder, "set_grid_idx", moved):
         yield
+
+
+def run_launches(call: Callable[[], Tensor], launched: Sequence[str], written: Sequence[str], seed: int) -> Tensor:
+    """Return the result of a call in the checking interpreter, in random order, in new memory of NaN.
+
+    It must launch the kernels `launched` and write their arguments `written` alone.
+    """
+    with poisoned_empty(), checked(mutated=written) as seen, random_order(seed):
+        got = call()
+    assert seen == [*launched]
+    return got

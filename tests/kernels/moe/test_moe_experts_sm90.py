@@ -19,8 +19,19 @@ from dsv4_compile.kernels.moe.expert_operands import Problem, Weight
 from dsv4_compile.kernels.moe.expert_plan import PlanShape, most_tiles, plan_some
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
 from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poisoned_empty, strided
-from tests.kernels.moe.problems import E8M0_BYTES, assert_accurate, error, exact, experts, places_by_expert, with_scale
-from tests.kernels.moe.programs import random_order
+from tests.kernels.moe.problems import (
+    E8M0_BYTES,
+    assert_accurate,
+    beside_a_large_element,
+    error,
+    exact,
+    experts,
+    places_by_expert,
+    with_nan_scales,
+    with_scale,
+    with_shared_scales,
+)
+from tests.kernels.moe.programs import random_order, run_launches
 from tests.support.bounds import checked
 
 interpreted = pytest.mark.interpreted
@@ -49,10 +60,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(call: ExpertsArguments, seed: int = 0) -> Tensor:
-    with poisoned_empty(), checked(mutated=WRITTEN) as seen, random_order(seed):
-        got = kernels.moe_experts(call)
-    assert seen == LAUNCHED
-    return got
+    return run_launches(lambda: kernels.moe_experts(call), LAUNCHED, WRITTEN, seed)
 
 
 def check(call: ExpertsArguments, seed: int = 0) -> Tensor:
@@ -99,14 +107,7 @@ def test_ids_outside_the_experts_add_nothing() -> None:
 @interpreted
 @pytest.mark.parametrize("form", [torch.float32, torch.float8_e8m0fnu])
 def test_scales_of_the_shared_expert_come_in_every_form(form: torch.dtype) -> None:
-    call = few(4, hidden=256, shared_inner=256)
-    first, second = call.shared_w13_scale, call.shared_w2_scale
-    assert first is not None and second is not None
-    if form is torch.float32:
-        first, second = torch.rand(first.shape) / 64, torch.rand(second.shape) / 64
-    else:
-        first, second = first.view(form), second.view(form)
-    check(call._replace(shared_w13_scale=first, shared_w2_scale=second))
+    check(with_shared_scales(few(4, hidden=256, shared_inner=256), form))
 
 
 @interpreted
@@ -122,11 +123,7 @@ def test_every_e8m0_scale_means_its_power_of_two(name: str) -> None:
 
 @interpreted
 def test_small_elements_beside_a_large_one_count() -> None:
-    call = few(4, shared="")
-    x = call.x.clone()
-    x[:, 5] = 4000.0
-    call.w13.view(torch.uint8)[:, :, 2] &= 0x0F  # the weights of element 5 are zero
-    check(call._replace(x=x))
+    check(beside_a_large_element(few(4, shared="")))
 
 
 @interpreted
@@ -145,11 +142,7 @@ def test_a_token_that_is_not_finite_is_nan_and_others_are_not() -> None:
 
 @interpreted
 def test_a_scale_of_nan_is_not_infinity_which_a_clamp_would_hide() -> None:
-    call = few(2, count=2, shared="", inner=256)
-    assert call.w13_scale is not None
-    call.w13.fill_(0x22)  # ones
-    call.w13_scale.fill_(255)
-    assert check(call._replace(x=call.x.abs())).isnan().all()
+    assert check(with_nan_scales(few(2, count=2, shared="", inner=256))).isnan().all()
 
 
 @interpreted

@@ -13,11 +13,20 @@ from dsv4_compile.kernels.host.gpu import Gpu
 from dsv4_compile.kernels.moe import moe_experts as kernels
 from dsv4_compile.kernels.moe import moe_experts_sm90_few_tokens as few_tokens
 from dsv4_compile.reference.moe.moe_experts import ExpertsArguments
-from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poisoned_empty, strided
+from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, strided
 from tests.kernels.gpus import sees
-from tests.kernels.moe.problems import E8M0_BYTES, assert_accurate, error, exact, experts, with_scale
-from tests.kernels.moe.programs import random_order
-from tests.support.bounds import checked
+from tests.kernels.moe.problems import (
+    E8M0_BYTES,
+    assert_accurate,
+    beside_a_large_element,
+    error,
+    exact,
+    experts,
+    with_nan_scales,
+    with_scale,
+    with_shared_scales,
+)
+from tests.kernels.moe.programs import run_launches
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
@@ -37,10 +46,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(call: ExpertsArguments, seed: int = 0) -> Tensor:
-    with poisoned_empty(), checked(mutated=WRITTEN) as seen, random_order(seed):
-        got = kernels.moe_experts(call)
-    assert seen == LAUNCHED
-    return got
+    return run_launches(lambda: kernels.moe_experts(call), LAUNCHED, WRITTEN, seed)
 
 
 def check(call: ExpertsArguments, seed: int = 0) -> Tensor:
@@ -110,14 +116,7 @@ def test_ids_outside_the_experts_add_nothing_and_their_weights_are_not_read() ->
 @interpreted
 @pytest.mark.parametrize("form", [torch.float32, torch.float8_e8m0fnu])
 def test_scales_of_the_shared_expert_come_in_every_form(form: torch.dtype) -> None:
-    call = few(1, hidden=256, shared_inner=256)
-    first, second = call.shared_w13_scale, call.shared_w2_scale
-    assert first is not None and second is not None
-    if form is torch.float32:
-        first, second = torch.rand(first.shape) / 64, torch.rand(second.shape) / 64
-    else:
-        first, second = first.view(form), second.view(form)
-    check(call._replace(shared_w13_scale=first, shared_w2_scale=second))
+    check(with_shared_scales(few(1, hidden=256, shared_inner=256), form))
 
 
 @interpreted
@@ -130,11 +129,7 @@ def test_every_e8m0_scale_means_its_power_of_two(name: str) -> None:
 
 @interpreted
 def test_small_elements_beside_a_large_one_count() -> None:
-    call = few(1, shared="")
-    x = call.x.clone()
-    x[:, 5] = 4000.0
-    call.w13.view(torch.uint8)[:, :, 2] &= 0x0F  # the weights of element 5 are zero
-    check(call._replace(x=x))
+    check(beside_a_large_element(few(1, shared="")))
 
 
 @interpreted
@@ -151,11 +146,7 @@ def test_a_token_that_is_not_finite_is_nan_and_others_are_not() -> None:
 
 @interpreted
 def test_a_scale_of_nan_is_not_infinity_which_a_clamp_would_hide() -> None:
-    call = few(1, count=2, shared="")
-    assert call.w13_scale is not None
-    call.w13.fill_(0x22)  # ones
-    call.w13_scale.fill_(255)
-    assert check(call._replace(x=call.x.abs())).isnan().all()
+    assert check(with_nan_scales(few(1, count=2, shared=""))).isnan().all()
 
 
 @interpreted

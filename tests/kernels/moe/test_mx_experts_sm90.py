@@ -14,13 +14,12 @@ from dsv4_compile.kernels.moe import mx_experts as kernels
 from dsv4_compile.kernels.moe import mx_experts_sm90 as sm90
 from dsv4_compile.reference.moe.mx_experts import MxExperts
 from dsv4_compile.reference.moe.mx_experts import mx_experts as reference
-from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, poisoned_empty, strided
+from dsv4_compile.testing import assert_bitwise, hostile_indices, padded, strided
 from tests.kernels.gpus import GPUS, sees
 from tests.kernels.moe.mx_problems import mx_experts
 from tests.kernels.moe.problems import error
-from tests.kernels.moe.programs import random_order
+from tests.kernels.moe.programs import run_launches
 from tests.kernels.moe.test_mx_experts import ACCURACY, flash
-from tests.support.bounds import checked
 from tests.tools.compiled_facts import compiled_for
 
 interpreted = pytest.mark.interpreted
@@ -44,10 +43,7 @@ def few(tokens: int, **sizes: Any) -> MxExperts:
 
 
 def run(call: MxExperts, seed: int = 0) -> Tensor:
-    with poisoned_empty(), checked(mutated=WRITTEN) as seen, random_order(seed):
-        got = kernels.mx_experts(call)
-    assert seen == LAUNCHED
-    return got
+    return run_launches(lambda: kernels.mx_experts(call), LAUNCHED, WRITTEN, seed)
 
 
 def check(call: MxExperts, seed: int = 0) -> Tensor:
