@@ -31,9 +31,7 @@ class _Exchange(NamedTuple):
 
     rank: int
     mailboxes: tuple[int, ...]
-    flags: tuple[int, ...]
     fault: Tensor
-    counts: Tensor
     failed: Tensor
     memory: tuple[Any, ...] = ()
 
@@ -42,7 +40,7 @@ _exchanges: dict[tuple[str, torch.device], _Exchange] = {}
 
 
 def prepare(ranks: Ranks, device: torch.device) -> None:
-    """Allocate mailboxes and flags, and exchange their addresses with all ranks; `symmetric.prepare` does it."""
+    """Allocate mailboxes, and exchange their addresses with all ranks; `symmetric.prepare` does it."""
     _exchanges.pop((ranks.name, device), None)
     if not runs_kernel(OP, device):
         return
@@ -50,17 +48,15 @@ def prepare(ranks: Ranks, device: torch.device) -> None:
 
     memory: Any = symmetric_memory
     kernels = kernel_module(OP)
-    size, ctas = 2 * kernels.EXCHANGE_CTAS * kernels.REGION_BYTES, kernels.EXCHANGE_CTAS
-    boxes: Tensor = memory.empty(size, dtype=torch.uint8, device=device)
-    flags: Tensor = memory.empty(ranks.size * ctas, dtype=torch.int32, device=device).zero_()
-    handles = [memory.rendezvous(buffer, ranks.name) for buffer in (boxes, flags)]
-    at: list[tuple[int, ...]] = [tuple(map(int, handle.buffer_ptrs)) for handle in handles]
-    counts, failed = (torch.zeros(count, dtype=torch.int32, device=device) for count in (ctas, 1))
+    words = 2 * ranks.size * kernels.EXCHANGE_CTAS * kernels.MAILBOX_WORDS
+    boxes: Tensor = memory.empty(words, dtype=torch.int32, device=device).zero_()
+    handle = memory.rendezvous(boxes, ranks.name)
+    failed = torch.zeros(1, dtype=torch.int32, device=device)
     fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     torch.cuda.synchronize(device)
-    gather_objects(None, ranks)  # flags are zero on every rank before one is raised
-    held = boxes, flags, *handles
-    _exchanges[ranks.name, device] = _Exchange(ranks.rank, at[0], at[1], fault, counts, failed, held)
+    gather_objects(None, ranks)  # mailboxes are zeros on every rank before one is filled
+    at = tuple(map(int, handle.buffer_ptrs))
+    _exchanges[ranks.name, device] = _Exchange(ranks.rank, at, fault, failed, (boxes, handle))
 
 
 def check_arrived(groups: frozenset[str]) -> None:
@@ -101,8 +97,8 @@ def all_reduce_mhc_boundary(
         kernels = kernel_module(OP)
         a = MhcBoundary(streams, output, post, comb, *mix)
         if not kernels.why_unsupported_over_ranks(a):
-            _, boxes, flags, fault, counts, failed, _ = exchange
-            peers = kernels.Peers(boxes, flags, fault.data_ptr(), counts, failed, POLLS)
+            _, boxes, fault, failed, _ = exchange
+            peers = kernels.Peers(boxes, fault.data_ptr(), failed, POLLS)
             fused: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.all_reduce_mhc_boundary(a, peers, exchange.rank)
             return fused
     summed = torch.ops.dsv4_collectives.all_reduce(output.contiguous(), name)

@@ -50,17 +50,29 @@ def load4(p, stride):
 
 
 @triton.jit
-def logits4(p_sums, exists, p_base, base_stride, scale, row, SLICES: tl.constexpr):
-    """Return the logits of coefficients `row` to `row + 3`: `sum * scale + base`."""
+def _load_logits4(p_sums, exists, p_base, base_stride, row, SLICES: tl.constexpr):
+    """Load the sums of slices and the biases of coefficients `row` to `row + 3`."""
     parts = (
         slices_of(p_sums, exists, row, SLICES),
         slices_of(p_sums, exists, row + 1, SLICES),
         slices_of(p_sums, exists, row + 2, SLICES),
         slices_of(p_sums, exists, row + 3, SLICES),
     )
+    return parts, load4(p_base + row * base_stride, base_stride)
+
+
+@triton.jit
+def _logits4(loaded, exists, scale):
+    """Return four logits, `sum * scale + base`, from the result of `_load_logits4`."""
+    parts, b = loaded
     a0, a1, a2, a3 = tl.reduce(parts, 0 if exists is None else 1, _add4)
-    b = load4(p_base + row * base_stride, base_stride)
     return a0 * scale + b[0], a1 * scale + b[1], a2 * scale + b[2], a3 * scale + b[3]
+
+
+@triton.jit
+def logits4(p_sums, exists, p_base, base_stride, scale, row, SLICES: tl.constexpr):
+    """Return the logits of coefficients `row` to `row + 3`."""
+    return _logits4(_load_logits4(p_sums, exists, p_base, base_stride, row, SLICES), exists, scale)
 
 
 @triton.jit
@@ -112,18 +124,28 @@ def _store4(p, exists, values):
 
 
 @triton.jit
-def store_coefficients(p_post, p_comb, p_sums, exists, mix, rms, hc_eps, iterations, SLICES: tl.constexpr):
-    """Compute post [4] and comb [4, 4] of tokens. `mix` begins with `p_base, p_scale, base_stride, scale_stride`."""
+def load_coefficient_inputs(p_sums, exists, mix, SLICES: tl.constexpr):
+    """Load the inputs of post and comb but the RMS. `mix` begins with `p_base, p_scale, base_stride, scale_stride`."""
     p_base, p_scale, base_stride, scale_stride = mix[0], mix[1], mix[2], mix[3]
-    scale = tl.load(p_scale + scale_stride).to(tl.float32) * rms
-    a = logits4(p_sums, exists, p_base, base_stride, scale, 4, SLICES)
+    logits = (
+        _load_logits4(p_sums, exists, p_base, base_stride, 4, SLICES),
+        _load_logits4(p_sums, exists, p_base, base_stride, 8, SLICES),
+        _load_logits4(p_sums, exists, p_base, base_stride, 12, SLICES),
+        _load_logits4(p_sums, exists, p_base, base_stride, 16, SLICES),
+        _load_logits4(p_sums, exists, p_base, base_stride, 20, SLICES),
+    )
+    return logits, tl.load(p_scale + scale_stride).to(tl.float32), tl.load(p_scale + 2 * scale_stride).to(tl.float32)
+
+
+@triton.jit
+def store_coefficients(p_post, p_comb, inputs, exists, rms, hc_eps, iterations):
+    """Compute post [4] and comb [4, 4] of tokens from the result of `load_coefficient_inputs`."""
+    logits, post_scale, comb_scale = inputs
+    a = _logits4(logits[0], exists, post_scale * rms)
     post = 2 * tl.sigmoid(a[0]), 2 * tl.sigmoid(a[1]), 2 * tl.sigmoid(a[2]), 2 * tl.sigmoid(a[3])
     _store4(p_post, exists, post)
-    scale = tl.load(p_scale + 2 * scale_stride).to(tl.float32) * rms
-    a = logits4(p_sums, exists, p_base, base_stride, scale, 8, SLICES)
-    b = logits4(p_sums, exists, p_base, base_stride, scale, 12, SLICES)
-    c = logits4(p_sums, exists, p_base, base_stride, scale, 16, SLICES)
-    d = logits4(p_sums, exists, p_base, base_stride, scale, 20, SLICES)
+    a, b = _logits4(logits[1], exists, comb_scale * rms), _logits4(logits[2], exists, comb_scale * rms)
+    c, d = _logits4(logits[3], exists, comb_scale * rms), _logits4(logits[4], exists, comb_scale * rms)
     a, b, c, d = sinkhorn(a, b, c, d, hc_eps, iterations)
     _store4(p_comb, exists, a)
     _store4(p_comb + 4, exists, b)

@@ -30,15 +30,24 @@ from torch import Tensor
 
 from ...ops.common.invariance import STEP, TOKENS
 from ...reference.hyper_connections.mhc_boundary import MhcBoundary
-from ..device.exchange import Peers, exchange_number, gathered, mailbox, meet
+from ..device.exchange import ExchangeShape, Peers, received_sum, send
 from ..device.norm import load_weight, rms_norm
 from ..device.strided import Strided
 from ..host.gpu import gpu_of
 from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments
 from ..host.semaphores import arrival_counters, arrive
-from .coefficients import inverse_rms_of_streams, logits4, store_coefficients
-from .streams import add_squares, load_and_return, load_coefficients, load_fn, load_streams, store_sums
+from .coefficients import inverse_rms_of_streams, load_coefficient_inputs, logits4, store_coefficients
+from .streams import (
+    add_squares,
+    load_and_return,
+    load_coefficients,
+    load_fn,
+    load_output,
+    load_streams,
+    return_output,
+    store_sums,
+)
 
 STREAMS = 4
 """Streams that the kernels are written for."""
@@ -65,8 +74,8 @@ FN_PARTS = 3
 """bfloat16 summands of a float32 of `fn`."""
 FN_COLUMNS = 256
 """Columns of `fn` that a program rounds."""
-REGION_BYTES = 1024
-"""Bytes of a mailbox, which holds the output of a program: CHANNELS elements for each 4 of 8 warps."""
+MAILBOX_WORDS = 512
+"""Words of a mailbox: twice the output of a program, CHANNELS elements for each 4 of 8 warps."""
 EXCHANGE_CTAS = 512
 """CTAs that have mailboxes."""
 
@@ -137,6 +146,9 @@ def _finish(results, p_sums, streams, mix, token, scalars, SHAPE: tl.constexpr):
     x0, x1, x2, x3 = load_streams(p_x, strides, token, o_d, mask)
     weight = load_weight(p_norm, norm_stride, D, D_BLOCK)
     p_sums += token * ((MIX + 1) * SLICES)
+    inputs = None
+    if p_post is not None:  # loaded before y is computed and stored: one wait for all loads
+        inputs = load_coefficient_inputs(p_sums, None, mix, SLICES)
     rms = inverse_rms_of_streams(p_sums, None, eps, D, MIX, SLICES)
     scale = tl.load(p_scale).to(tl.float32) * rms
     a0, a1, a2, a3 = logits4(p_sums, None, p_base, base_stride, scale, 0, SLICES)
@@ -146,7 +158,7 @@ def _finish(results, p_sums, streams, mix, token, scalars, SHAPE: tl.constexpr):
     tl.store(p_y + token * D + o_d[None, :], y.to(p_y.dtype.element_ty), mask=mask)
     if p_post is not None:
         p_post, p_comb = p_post + token * 4, p_comb + token * 16
-        store_coefficients(p_post, p_comb, p_sums, None, mix, rms, hc_eps, iterations, SLICES)
+        store_coefficients(p_post, p_comb, inputs, None, rms, hc_eps, iterations)
 
 
 @triton.jit
@@ -161,7 +173,8 @@ def _finish_coefficients(results, p_sums, mix, token, exists, scalars, SHAPE: tl
         first = first[:, None]
     p_sums += first
     rms = inverse_rms_of_streams(p_sums, exists, eps, SHAPE.dim, MIX, SLICES)
-    store_coefficients(p_post, p_comb, p_sums, exists, mix, rms, hc_eps, iterations, SLICES)
+    inputs = load_coefficient_inputs(p_sums, exists, mix, SLICES)
+    store_coefficients(p_post, p_comb, inputs, exists, rms, hc_eps, iterations)
 
 
 @triton.jit
@@ -180,10 +193,7 @@ def mhc_token_kernel(
     scalars,  # eps of the norms; eps and iterations of the coefficients
     peers,  # `Peers`, or None
     SHAPE: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    CTAS: tl.constexpr,
-    REGION: tl.constexpr,
+    EXCHANGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program p takes slice p % SLICES of token p // SLICES."""
@@ -202,20 +212,19 @@ def mhc_token_kernel(
     f = load_fn(p_fn, fn_strides, o_m, o_c, m_c, SHAPE)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    z = None
+    after, coefficients, z, mask = Strided(returned, returned_strides), None, None, m_c[None, :]
+    part, count = None, None
     if peers is not None:
-        DTYPE: tl.constexpr = p_streams.dtype.element_ty
-        count, o_in = exchange_number(peers, program), tl.arange(0, C)[None, :]
-        p = returned[0] + token * returned_strides[0][0] + o_c[None, :] * returned_strides[0][1]
-        part = tl.load(p, mask=m_c[None, :], other=0.0)
-        tl.store(mailbox(peers[0][RANK], count, program, DTYPE, CTAS, REGION) + o_in, part, mask=m_c[None, :])
-        meet(peers, count, program, RANK, RANKS, CTAS)
-        z = gathered(peers[0], count, program, o_in, m_c[None, :], DTYPE, RANKS, CTAS, REGION)
-    streams = Strided(p_streams, streams_strides)
-    after, coefficients = Strided(returned, returned_strides), None
+        part = load_output(after, token, o_c, mask)
+        count = send(peers, program, part, EXCHANGE)
     if returned is not None:
         coefficients = load_coefficients(after, token, token >= 0)
-    x = load_and_return(p_streams_out, streams, after, coefficients, z, token, o_c, m_c[None, :], D)
+    x = load_streams(p_streams, streams_strides, token, o_c, mask)
+    if peers is not None:
+        z = received_sum(peers, count, program, part, EXCHANGE)
+    elif returned is not None:
+        z = load_output(after, token, o_c, mask).to(tl.float32)
+    x = return_output(p_streams_out, coefficients, z, x, token, o_c, mask, D)
     store_sums(p_sums, token, program % SLICES, f, x, o_m, MIX, SLICES)
     if p_counters is not None:
         p_counter = p_counters + token
@@ -265,7 +274,7 @@ def mhc_slices_kernel(
         coefficients = None
         if returned is not None:
             coefficients = load_coefficients(after, token, token >= 0)
-        x = load_and_return(p_streams_out, streams, after, coefficients, None, token, o_c, m_c[None, :], D)
+        x = load_and_return(p_streams_out, streams, after, coefficients, token, o_c, m_c[None, :], D)
         store_sums(p_sums, token, program % SLICES, f, x, o_m, MIX, SLICES)
 
 
@@ -310,7 +319,7 @@ def mhc_tokens_kernel(
         for c in range(0, C, STEP):
             o_c = (first + c + o_b).to(tl.int64)
             m_x = m_t[:, None] & (o_c < D)[None, :]
-            x = load_and_return(p_streams_out, streams, after, coefficients, None, o_t[:, None], o_c, m_x, D)
+            x = load_and_return(p_streams_out, streams, after, coefficients, o_t[:, None], o_c, m_x, D)
             squares = add_squares(squares, x)
         # Loaded again below: as an operand that is computed, every warp would compute all of it.
         tl.debug_barrier()
@@ -411,7 +420,7 @@ def mhc_many_tokens_kernel(
         if D % C == 0:
             m_c = tl.full((STEP,), True, tl.int1)
         x = load_and_return(
-            p_streams_out, streams, after, coefficients, None, o_t[:, None], o_c, m_t[:, None] & m_c[None, :], D
+            p_streams_out, streams, after, coefficients, o_t[:, None], o_c, m_t[:, None] & m_c[None, :], D
         )
         squares = add_squares(squares, x)
         if MANY.ptx and inputs[1] is not None:
@@ -495,8 +504,7 @@ def launch(
     scalars = mix.norm_eps, mix.hc_eps, mix.iterations
     shape = Shape(dim, channels, rows, triton.next_power_of_2(rows))
     counters = arrival_counters(tokens, streams.device) if one_launch else None
-    exchange = {"RANK": rank, "RANKS": 1 if peers is None else len(peers.flags), "CTAS": EXCHANGE_CTAS}
-    exchange["REGION"] = REGION_BYTES // streams.element_size()
+    exchange = None if peers is None else ExchangeShape(rank, len(peers.mailboxes), EXCHANGE_CTAS, MAILBOX_WORDS)
     if many:
         _launch_many(
             streams, returned, mix.fn, shape._replace(mix_block=max(16, shape.mix_block)), results.streams, sums
@@ -524,7 +532,7 @@ def launch(
         launch_kernel(
             mhc_token_kernel, (programs,), results.streams, tuple(results[1:]), sums, counters, streams, returned,
             mix.fn, of_mix, streams.stride(), strides, mix.fn.stride(), scalars, peers, SHAPE=shape,
-            num_warps=_warps(dim), **exchange, **pdl_arguments(streams.device, programs),
+            EXCHANGE=exchange, num_warps=_warps(dim), **pdl_arguments(streams.device, programs),
         )  # fmt: skip
     if counters is None:
         new = streams if results.streams is None else results.streams
@@ -630,6 +638,8 @@ def why_unsupported_over_ranks(a: MhcBoundary) -> str:
     most = min(EXCHANGE_CTAS, ctas_per_sm(a.streams) * gpu_of(a.streams.device).sms)
     if a.output.dtype is not a.streams.dtype:
         return f"the output is {a.output.dtype}, the streams are {a.streams.dtype}"
+    if a.output.element_size() != 2:
+        return f"the output is {a.output.dtype}, ranks exchange 16-bit elements"
     tokens, _, dim = a.streams.shape
     if tokens > MAX_ONE_LAUNCH:
         return f"{tokens} tokens, one launch takes {MAX_ONE_LAUNCH}"

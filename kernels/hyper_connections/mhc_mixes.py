@@ -18,7 +18,7 @@ from ..host.launch import launch_kernel
 from ..host.pdl import pdl_arguments
 from ..host.semaphores import arrival_counters, arrive
 from . import mhc_boundary as boundary
-from .coefficients import inverse_rms_of_streams, logits4, store_coefficients
+from .coefficients import inverse_rms_of_streams, load_coefficient_inputs, logits4, store_coefficients
 from .mhc_boundary import ManyShape, Shape
 
 Results = tuple[Tensor, Tensor, Tensor]
@@ -40,7 +40,8 @@ def _coefficients(results, p_sums, mix, token, exists, scalars, SHAPE: tl.conste
     pre = logits4(p_sums, exists, mix[0], mix[2], scale, 0, SLICES)
     for n in tl.static_range(4):
         tl.store(p_pre + token * 4 + n, tl.sigmoid(pre[n]) + hc_eps, mask=exists)
-    store_coefficients(p_post + token * 4, p_comb + token * 16, p_sums, exists, mix, rms, hc_eps, iterations, SLICES)
+    inputs = load_coefficient_inputs(p_sums, exists, mix, SLICES)
+    store_coefficients(p_post + token * 4, p_comb + token * 16, inputs, exists, rms, hc_eps, iterations)
 
 
 @triton.jit

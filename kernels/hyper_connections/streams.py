@@ -36,7 +36,7 @@ def load_coefficients(returned, row, exists):
 
 
 @triton.jit
-def _return_output(coefficients, z, x):
+def _new_streams(coefficients, z, x):
     """Return the new streams, float32 [B, C] each, for output z and streams x."""
     q, c0, c1, c2, c3 = coefficients
     return (
@@ -60,23 +60,35 @@ def load_streams(p, strides, row, o_c, mask):
 
 
 @triton.jit
-def load_and_return(p_streams_out, streams, returned, coefficients, z, row, o_c, mask, D: tl.constexpr):
+def load_and_return(p_streams_out, streams, returned, coefficients, row, o_c, mask, D: tl.constexpr):
     """Load the streams [B, C] of a slice; after a sub-layer, compute the new ones, store and return them.
 
-    `streams` and `returned` are `Strided`. `row` is a scalar for one token, [B, 1] for more; `z` is the output [B, C],
-    or None to load it.
+    `streams` and `returned` are `Strided`. `row` is a scalar for one token, [B, 1] for more.
     """
     p_streams, streams_strides = streams
     x = load_streams(p_streams, streams_strides, row, o_c, mask)
+    z = None
     if coefficients is not None:
-        if z is None:
-            p_returned, returned_strides = returned
-            p = p_returned[0] + row * returned_strides[0][0] + o_c[None, :] * returned_strides[0][1]
-            z = tl.load(p, mask=mask, other=0.0).to(tl.float32)
+        z = load_output(returned, row, o_c, mask).to(tl.float32)
+    return return_output(p_streams_out, coefficients, z, x, row, o_c, mask, D)
+
+
+@triton.jit
+def load_output(returned, row, o_c, mask):
+    """Load the output [B, C] of a sub-layer. `returned` is `Strided`; `row` is a scalar, or [B, 1]."""
+    p_returned, returned_strides = returned
+    p = p_returned[0] + row * returned_strides[0][0] + o_c[None, :] * returned_strides[0][1]
+    return tl.load(p, mask=mask, other=0.0)
+
+
+@triton.jit
+def return_output(p_streams_out, coefficients, z, x, row, o_c, mask, D: tl.constexpr):
+    """Return streams `x`, or with coefficients compute, store and return those after output `z`, float32 [B, C]."""
+    if coefficients is not None:
+        DTYPE: tl.constexpr = x[0].dtype
         x = x[0].to(tl.float32), x[1].to(tl.float32), x[2].to(tl.float32), x[3].to(tl.float32)
-        x0, x1, x2, x3 = _return_output(coefficients, z, x)
-        x0, x1 = x0.to(p_streams.dtype.element_ty), x1.to(p_streams.dtype.element_ty)
-        x2, x3 = x2.to(p_streams.dtype.element_ty), x3.to(p_streams.dtype.element_ty)
+        x0, x1, x2, x3 = _new_streams(coefficients, z, x)
+        x0, x1, x2, x3 = x0.to(DTYPE), x1.to(DTYPE), x2.to(DTYPE), x3.to(DTYPE)
         p = p_streams_out + row * (4 * D) + o_c[None, :]
         tl.store(p, x0, mask=mask)
         tl.store(p + D, x1, mask=mask)

@@ -93,8 +93,6 @@ SCALED_MXFP4_OPERANDS = tl.constexpr(MXFP4_OPERANDS.value + ",f" * 4)
 SCALED_E4M3_OPERANDS = tl.constexpr(E4M3_OPERANDS.value + ",f" * 2)
 
 
-PROVEN = False
-"""Whether calls take these launches: not before `tests/gpu/prove.py moe_experts` has passed with them."""
 MOST_TOKENS, MOST_ELEMENTS = 6, 8192
 """Most tokens of a call, and most elements of their hidden states of one place each: with more, tensor cores win."""
 MOST_BLOCK, MOST_STEPS = 128, 3
@@ -570,7 +568,7 @@ def fits(problem: Problem, tokens: int) -> bool:
     formats = problem.w13.kind, problem.w2.kind, *(weight.kind for weight in problem.shared or ())
     taken = formats[:2] == ("mxfp4", "mxfp4") and set(formats[2:]) <= {"e4m3"}
     few = tokens <= MOST_TOKENS and tokens * problem.w2.size <= MOST_ELEMENTS
-    return PROVEN and taken and few and not problem.interleaved
+    return taken and few and not problem.interleaved
 
 
 def block_of(groups: int) -> int:

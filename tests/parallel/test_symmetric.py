@@ -41,7 +41,7 @@ def test_replay_after_one_to_which_a_rank_did_not_come_names_the_rank(monkeypatc
             pass
 
     word = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(boundary, "_exchanges", {("tp", DEVICE): boundary._Exchange(1, (), (), word, word, word)})
+    monkeypatch.setattr(boundary, "_exchanges", {("tp", DEVICE): boundary._Exchange(1, (), word, word)})
     graph = Graph()
     replay = groups.replay_of(graph, frozenset({"tp"}), "the step")
     other = groups.replay_of(graph, frozenset({"dp"}), "another step")

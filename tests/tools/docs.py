@@ -97,7 +97,7 @@ VARIANTS: Mapping[tuple[str, ...], Sequence[tuple[str, str]]] = {
     ("moe_experts",): (
         (
             "moe/moe_experts_sm90_few_tokens.py",
-            "not before it is proven on a GPU: sm_90, MXFP4 in the order of a checkpoint, a shared expert of e4m3 or "
+            "sm_90, MXFP4 in the order of a checkpoint, a shared expert of e4m3 or "
             "none, up to 6 tokens, whose hidden states of one place have up to 8,192 elements together",
         ),
         (

@@ -180,6 +180,8 @@ def moe_experts() -> Calls:
     few, experts = (zeros(40, hidden), ints(40, 6), zeros(40, 6, dtype=F32)), 64
     yield "MXFP4 of few tokens an expert", (*few, *pair(mxfp4, experts))
     yield "MXFP4 of few tokens an expert, shared expert", (*few, *pair(mxfp4, experts), *shared)
+    one = zeros(1, hidden), ints(1, 6), zeros(1, 6, dtype=F32)
+    yield "MXFP4 of one token, shared expert", (*one, *pair(mxfp4, experts), *shared)
 
 
 @register

@@ -43,7 +43,6 @@ def taken(form: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(portable, "FEW_CTAS", narrow))
         else:
             most_tokens = 10**9
-        stack.enter_context(mock.patch.object(few_tokens, "PROVEN", True))
         stack.enter_context(mock.patch.object(few_tokens, "MOST_TOKENS", most_tokens))
         stack.enter_context(mock.patch.object(few_tokens, "MOST_ELEMENTS", 10**9))
         portable.plan.cache_clear()

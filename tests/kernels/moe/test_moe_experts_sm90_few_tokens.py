@@ -37,9 +37,8 @@ WRITTEN = ("p_packed", "p_row_scale", "states[0]", "states[1]", "shared_states[0
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let launchers see a Hopper GPU where these launches are proven."""
+    """Let launchers see a Hopper GPU."""
     monkeypatch.setattr(kernels, "gpu_of", lambda device: Gpu("interpreter", 90, 132))
-    monkeypatch.setattr(few_tokens, "PROVEN", True)
     kernels.plan.cache_clear()
     yield
     kernels.plan.cache_clear()
@@ -176,14 +175,11 @@ def test_what_fits_is_a_few_tokens_in_checkpoint_formats() -> None:
     assert not any(fits(1, kind=kind) for kind in ("bfloat16", "e4m3", "interleaved"))
 
 
-def test_other_gpus_and_batch_invariant_calls_take_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gpus_and_batch_invariant_calls_take_other_kernels() -> None:
     problem = kernels.problem_of(few(1))
     assert isinstance(kernels.plan(problem, 1, HOPPER), few_tokens.FewTokensPlan)
     assert not isinstance(kernels.plan(problem, 1, HOPPER, "on"), few_tokens.FewTokensPlan)
     assert not isinstance(kernels.plan(problem, 1, Gpu("cuda", 100, 148)), few_tokens.FewTokensPlan)
-    monkeypatch.setattr(few_tokens, "PROVEN", False)
-    kernels.plan.cache_clear()
-    assert not isinstance(kernels.plan(problem, 1, HOPPER), few_tokens.FewTokensPlan)
 
 
 @pytest.mark.parametrize("shared", ["", "e4m3"])
