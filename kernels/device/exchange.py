@@ -111,7 +111,7 @@ def received_sum(peers, count, program, part, SHAPE: tl.constexpr):
             while (missing != 0) & (polls < limit):
                 failed, words = tl.load(p_failed, volatile=True), tl.load(p_words, volatile=True)
                 missing, polls = _missing(words, count), tl.where(failed != 0, limit, polls + 1)
-            if missing != 0:
+            if missing != 0:  # noqa: SIM102 - Triton would run both operands of `and`
                 if tl.atomic_xchg(p_failed, 1, sem="relaxed") == 0:
                     tl.store(_pointer(fault), rank + 1)
             total += (words & 0xFFFF).to(tl.int16).to(part.dtype, bitcast=True).to(tl.float32)
