@@ -20,7 +20,7 @@ from .ranks import Ranks
 
 OP = "mhc_boundary"
 POLLS = 64_000_000
-"""Polls of a CTA before it gives up on a rank: some 20 s on an H100."""
+"""Polls of a CTA before it gives up on a rank: some 17 s on an H200."""
 
 
 class _Exchange(NamedTuple):

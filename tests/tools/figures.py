@@ -26,7 +26,7 @@ from tests.tools import figures_vllm as vllm
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "results"
 RECORDS: Mapping[str, str] = {
-    "all_reduce_boundary": "all_reduce_boundary_h100.json",
+    "all_reduce_boundary": "all_reduce_boundary_h200.json",
     "compile_time": "compile_time_h100.json",
     "cpu_models": "cpu_models.json",
     "decode_step": "decode_step_h100.json",
